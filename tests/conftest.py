@@ -27,20 +27,17 @@ from support.pretended_device import register_device
 from support.shape_checks import install_shape_checks
 
 os.environ["LC_ALL"] = "C.UTF-8"  # English texts, whatever the locale of the user
-os.environ["HEADWISE_KERNELS"] = (
-    "wait"  # the same kernels run however many are compiled; processes inherit it
-)
+# the same kernels run however many are compiled; processes inherit it
+os.environ["HEADWISE_KERNELS"] = "wait"
 
 ROOT = Path(__file__).resolve().parent.parent
 FAST_CASES = 3  # how many cases of each parametrised test `--fast` keeps
 
-os.environ["HEADWISE_MACHINE_CLASS"] = (
-    "x86-avx512-bf16"  # the same choices on every machine, whatever was calibrated
-)
+# the same choices on every machine, whatever was calibrated
+os.environ["HEADWISE_MACHINE_CLASS"] = "x86-avx512-bf16"
 
-torch.set_num_threads(
-    1
-)  # several processes share the cores; more threads than cores only wait for each other
+# several processes share the cores; more threads than cores only wait for each other
+torch.set_num_threads(1)
 
 
 # Without a GPU, seed the generator of the CPU alone: `torch.manual_seed` also stores a stack trace
@@ -217,13 +214,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
-    if (
-        runs_tests and not torch.cuda.is_available()
-    ):  # before the first backward pass, which counts the devices
+    # before the first backward pass, which counts the devices
+    if runs_tests and not torch.cuda.is_available():
         register_device()
-    if (
-        config.getoption("--shapes") and runs_tests
-    ):  # a process that only hands out tests imports nothing
+    # a process that only hands out tests imports nothing
+    if config.getoption("--shapes") and runs_tests:
         install_shape_checks()
 
 

@@ -17,9 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-HIDDEN = (
-    -1e9
-)  # what masked scores become; not minus infinity, and that shows when every key is masked
+# what masked scores become; not minus infinity, and that shows when every key is masked
+HIDDEN = -1e9
 
 
 # --- 000: three linear maps, with or without biases -----------------------------------------------

@@ -85,9 +85,8 @@ def built(folder: Path) -> torch.nn.Module:
         return empty(*sizes, **(options | {"device": options.get("device") or "meta"}))
 
     with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            torch, "empty", nowhere
-        )  # the tests' own, which fills with NaN, is not known to the device
+        # the tests' own, which fills with NaN, is not known to the device
+        patch.setattr(torch, "empty", nowhere)
         return getattr(tf, config.architectures[0])._from_config(config)
 
 

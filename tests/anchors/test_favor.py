@@ -125,9 +125,8 @@ def test_float32_at_the_top_of_the_features(dim):
     longest = w[w.square().sum(-1).argmax()] * dim**0.25
     near = torch.randn(1, 500, dim) * 0.1 * dim**-0.25
     ours, truth = shares_of(layer, near + longest * torch.linspace(0.2, 1.0, 500)[:, None])
-    assert (
-        abs(ours - truth).max() < 3e-4 * truth.max()
-    )  # the digits that exponents of some 90 leave
+    # the digits that exponents of some 90 leave
+    assert abs(ours - truth).max() < 3e-4 * truth.max()
     with torch.no_grad():
         layer.project["v"].copy_(1e3 * torch.eye(dim))
         for x in (longest.expand(1, 500, -1), longest.expand(1, 500, -1) * 0.3):

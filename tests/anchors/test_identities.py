@@ -167,9 +167,8 @@ def test_routing_sets_its_balance_once():
     aux_losses = hw.attention.AuxLosses()
     for _ in range(2):
         layer(X, probe=hw.Probe(aux_losses=aux_losses))
-    assert aux_losses.total("balance").item() == pytest.approx(
-        3.0
-    )  # at uniform routing the code's value is K
+    # at uniform routing the code's value is K
+    assert aux_losses.total("balance").item() == pytest.approx(3.0)
 
 
 def test_routing_leaves_padding_out_of_its_balance():

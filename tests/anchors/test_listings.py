@@ -230,9 +230,8 @@ def test_the_function_on_three_axes_is_attend(source: str):
     mask = without_rows_that_see_nothing(BATCH, TOKENS, SOURCE)
     for arguments in ((q, k, v), (q, k, v, mask), (q, k, v, mask.long())):
         for one, other in zip(ours(*arguments), theirs(*arguments), strict=True):
-            torch.testing.assert_close(
-                one, other, rtol=0, atol=1e-6
-            )  # the scale of the listing is float32
+            # the scale of the listing is float32
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     mask[0, 1] = False
     assert (ours(q, k, v, mask)[0][0, 1] == 0).all()
     torch.testing.assert_close(theirs(q, k, v, mask)[0][0, 1], v[0].mean(0))

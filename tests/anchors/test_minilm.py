@@ -63,9 +63,8 @@ def test_the_stored_heads_of_headwise_learn_are_those_of_transformers(folder: Pa
     eager = load_original(folder)
     eager.set_attn_implementation("eager")
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = torch.tensor([tokenizer.encode("The cat sat on the mat.").ids])[
-        :, :9
-    ]  # without the padding of the file
+    # without the padding of the file
+    ids = torch.tensor([tokenizer.encode("The cat sat on the mat.").ids])[:, :9]
     with torch.no_grad():
         layers = eager(input_ids=ids, output_attentions=True).attentions
     for head in (*stored["two"], *stored["gallery"]):

@@ -57,9 +57,8 @@ def test_padding_changes_nothing(name: str, pad: str):
         expected = theirs(**options, decoder_attention_mask=at.is_real.long()).logits
         got = ours(x, sequence=at, source=source, source_sequence=result)
     elif name == "bert-classes" and pad == "left":
-        rows = [
-            x[row : row + 1, T - length :] for row, length in enumerate(LENGTHS[T])
-        ]  # theirs reads place 0
+        # theirs reads place 0
+        rows = [x[row : row + 1, T - length :] for row, length in enumerate(LENGTHS[T])]
         expected = torch.cat([theirs(input_ids=row).logits for row in rows])
         got = ours(x, sequence=at)
     else:

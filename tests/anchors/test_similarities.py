@@ -258,9 +258,8 @@ def test_clusters_far_apart_are_each_as_if_alone():
     probe, result = hw.Probe("weights"), hw.Probe("weights")
     layer(x, probe=probe)
     judge(x.double(), probe=result)
-    assert (
-        probe.tensors["weights"] - result.tensors["weights"]
-    ).abs().max() < 2e-4  # of q and k, which have 1e-5 each
+    # of q and k, which have 1e-5 each
+    assert (probe.tensors["weights"] - result.tensors["weights"]).abs().max() < 2e-4
     assert (result.tensors["weights"][..., ::2, 1::2] == 0).all()
 
 

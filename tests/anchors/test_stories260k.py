@@ -129,9 +129,8 @@ def check_story(net: hw.Transformer, golden: dict[str, Any]) -> None:
     assert hw.generation.greedy_decode(net, first, max_new_tokens=len(ids) - 1) == [ids[1:]]
     check_top_five(net(torch.tensor([ids[:PROMPT]]))[0, -1], golden)
     tokenizer = Tokenizer.from_str(net.usage.tokenizer or "")
-    assert (
-        " " + tokenizer.decode(ids) == golden["greedy_text"]
-    )  # llama2.c too drops the space before the first word
+    # llama2.c too drops the space before the first word
+    assert " " + tokenizer.decode(ids) == golden["greedy_text"]
 
 
 def test_the_golden_story_from_its_own_weights(story: hw.Transformer, golden: dict[str, Any]):

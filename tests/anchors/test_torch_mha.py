@@ -159,9 +159,8 @@ def test_key_padding(pattern: str):
     theirs, _ = other(x, x, x, key_padding_mask=~live, attn_mask=hidden)
     ours = layer(x, sequence=hw.SequenceInfo.from_batch(x, lengths=lengths))
     assert_close(ours[live], theirs[live], **EXACT)
-    assert_close(
-        ours[~live], layer.output["o_bias"].expand(T - 4, -1), **EXACT
-    )  # padding reads nothing
+    # padding reads nothing
+    assert_close(ours[~live], layer.output["o_bias"].expand(T - 4, -1), **EXACT)
     check_same_gradients(ours[live], theirs[live], layer, other)
 
 
@@ -174,10 +173,8 @@ def test_nothing_to_read_is_nan_there_and_the_bias_here():
     sequence = layer.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=lengths))
     probe = hw.Probe("weights")
     assert theirs[1].isnan().all()
-    for ours in (
-        layer(x, source=sequence),
-        layer(x, source=sequence, probe=probe),
-    ):  # fused, then weight by weight
+    # fused, then weight by weight
+    for ours in (layer(x, source=sequence), layer(x, source=sequence, probe=probe)):
         assert_close(ours[1], layer.output["o_bias"].expand(T, -1), **EXACT)
         assert_close(ours[0], theirs[0], **EXACT)
         ours.sum().backward(retain_graph=True)

@@ -138,9 +138,8 @@ def run(
     layer, probe = site.layer, hw.Probe("weights")
     source = layer.project_source(site.sources[0], sequence=value) if site.sources else None
     ours = layer(site.inputs[0], source=source, sequence=sequence_info)  # whatever backend takes it
-    layer(
-        site.inputs[0], source=source, sequence=sequence_info, probe=probe
-    )  # the one that shows weights
+    # the one that shows weights
+    layer(site.inputs[0], source=source, sequence=sequence_info, probe=probe)
     return ours, probe.tensors["weights"]
 
 

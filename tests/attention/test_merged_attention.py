@@ -161,9 +161,8 @@ def test_the_cache_does_not_grow():
         with torch.no_grad():
             block(torch.randn(BATCH, count, 10).double(), source=memory, cache=cache)
         sizes.append(cache.nbytes)
-    assert (
-        sizes == [BATCH * 6 * (5 + 1) * 8] * 4
-    )  # of each head a sum of values and how many there were
+    # of each head a sum of values and how many there were
+    assert sizes == [BATCH * 6 * (5 + 1) * 8] * 4
     assert (
         costs.cache_bytes(block.average.spec, batch=BATCH, capacity=9999, bytes_per_number=8)
         == sizes[0]

@@ -103,10 +103,8 @@ def test_every_modifier_is_seen_acting():
     named = {type(m).__name__: spec for spec in cases.EXAMPLES.values() for m in spec.modifiers}
     for name, spec in named.items():
         acting = {step.part for step in walk(spec, 3, 7, 11 if spec.source else None).steps}
-        silent = name in (
-            "WeightDropout",
-            "HardConcreteGate",
-        )  # a walk is not training, and no token has a say in a gate
+        # a walk is not training, and no token has a say in a gate
+        silent = name in ("WeightDropout", "HardConcreteGate")
         assert (name in acting) != silent, name
 
 

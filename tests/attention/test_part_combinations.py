@@ -22,9 +22,8 @@ def test_a_state_in_half_precision_sums_thousands():
     torch.manual_seed(0)
     exact = hw.Attention(hw.design(preset="linear", model=32, heads=2))
     x = 3 * torch.randn(2, 1024, 32)
-    tokens = hw.SequenceInfo.from_batch(
-        x, lengths=[1024, 1000]
-    )  # not one segment: a single chunk, whose shares reach far
+    # not one segment: a single chunk, whose shares reach far
+    tokens = hw.SequenceInfo.from_batch(x, lengths=[1024, 1000])
     coarse = exact.half().head_outputs(x.half(), sequence=tokens)
     fine = exact.float().head_outputs(x, sequence=tokens)
     check_close(coarse[:, 900:1000].float(), fine[:, 900:1000], rtol=0.1, atol=0.02)

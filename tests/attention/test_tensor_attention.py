@@ -74,9 +74,8 @@ def test_outputs_and_weights_are_those_of_the_formula(options: dict[str, Any], n
     torch.testing.assert_close(output, expected[0], rtol=1e-9, atol=1e-9)
     assert (weights is not None) == need_weights
     if weights is not None:
-        torch.testing.assert_close(
-            weights, expected[1], rtol=1e-6, atol=1e-7
-        )  # weights of a probe are float32 or more
+        # weights of a probe are float32 or more
+        torch.testing.assert_close(weights, expected[1], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -84,9 +83,8 @@ def test_outputs_and_weights_are_those_of_the_formula(options: dict[str, Any], n
 def test_errors_are_about_those_of_torch(case: str, dtype: torch.dtype):
     """Both against the formula in float64 of the same rounded inputs."""
     query, key, value = tensors(dtype)
-    visible = MASK | ~MASK.any(
-        -1, keepdim=True
-    )  # torch gives NaN for a query that may attend to nothing
+    # torch gives NaN for a query that may attend to nothing
+    visible = MASK | ~MASK.any(-1, keepdim=True)
     later = torch.ones(1, 1, T, S, dtype=torch.bool).tril(S - T)
     allowed = {"causal": later, "mask": visible}.get(case, torch.ones(1, 1, T, S, dtype=torch.bool))
     added = BIAS.to(dtype) if case == "bias" else torch.zeros(1, 1, 1, 1, dtype=dtype)

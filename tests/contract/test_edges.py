@@ -36,12 +36,8 @@ SMALL_BLOCKS = {
     "linear": BLOCK_LENGTHS,
     "bf16_matmul": (*BLOCK_LENGTHS, 4 * BLOCK + 1),
 }
-FULL_SIZE = (
-    "Softmax0",
-    "PerHead1",
-    "TalkingHeads0",
-    "FeatureMap2",
-)  # examples whose blocks have their own size
+# examples whose blocks have their own size
+FULL_SIZE = ("Softmax0", "PerHead1", "TalkingHeads0", "FeatureMap2")
 
 
 @pytest.fixture

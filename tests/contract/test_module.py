@@ -45,9 +45,8 @@ def test_weights_stay_within_the_pattern(spec, layer, x, z):
         hw.SequenceInfo.from_batch(x), sequence, spec.pattern
     ).allowed
     if any(isinstance(part, Mix) and part.phase is Phase.WEIGHTS for part in spec.modifiers):
-        allowed = allowed.any(
-            1, keepdim=True
-        )  # a row mixes weights of heads that may have several patterns
+        # a row mixes weights of heads that may have several patterns
+        allowed = allowed.any(1, keepdim=True)
     assert (probe.tensors["weights"].masked_select(~allowed) == 0).all()
     assert probe.tensors["weights"].masked_select(allowed).abs().sum() > 0
 

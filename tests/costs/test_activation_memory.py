@@ -82,9 +82,8 @@ def test_plain_attention_saves_the_tabulated_bytes(dtype, n, g):
     assert of("repeated") == repeated  # n heads of keys are stored: sharing saves nothing
     if g == n:
         assert of("repeated", mask=mask) == repeated + s * s  # once for all rows and heads
-    assert of("repeated", dropout=0.5) == repeated + scores * (
-        each + each
-    )  # of the CPU a mask is as wide as a number
+    # of the CPU a mask is as wide as a number
+    assert of("repeated", dropout=0.5) == repeated + scores * (each + each)
     flash = each * (b * s * d + b * n * s * k + b * g * s * 2 * k + b * s * n * k) + 4 * b * n * s
     assert of("flash", width=k) == flash
     spec = hw.design(model=d, heads=n, kv=g, dim=k)
@@ -107,9 +106,8 @@ def test_any_small_layer_saves_the_bytes_of_its_formula(sizes, pattern, dtype):
     batch, tokens, kv, groups, dim = sizes
     spec = hw.design(model=11, heads=kv * groups, kv=kv, dim=dim, pattern=pattern)
     x = torch.randn(batch, tokens, 11, dtype=dtype, requires_grad=True)
-    in_rows = (
-        tokens == 1 and groups > 1
-    )  # sdpa leaves single queries of shared keys to another backend
+    # sdpa leaves single queries of shared keys to another backend
+    in_rows = tokens == 1 and groups > 1
     for profile in ("dense",) if in_rows else ("dense", "sdpa"):
         layer = hw.Attention(spec, backend=profile).to(dtype)
         assert hw.costs.layer_activation_memory(
@@ -210,9 +208,8 @@ def test_the_two_published_constants_fall_out():
     memory = block_activation_memory(
         block, h, load(b, s, torch.bfloat16), hw.costs.ActivationSettings("flash-cuda", dropout=0.1)
     )
-    small = (
-        4 * b * a * s + 4 * b * s * 4 + 4 * b * s * h
-    )  # row sums; statistics; the mask inside, which they leave out
+    # row sums; statistics; the mask inside, which they leave out
+    small = 4 * b * a * s + 4 * b * s * 4 + 4 * b * s * h
     assert memory.total == 34 * b * s * h + small
 
 

@@ -204,9 +204,8 @@ def test_the_report_is_a_table_and_plain_values():
     data = json.loads(json.dumps(report.data))
     assert data["passed"] is True
     num_backends = len(report.backends)
-    assert (
-        data["results"][0]["comparisons"] == 4 * len(report.specs) * num_backends
-    )  # four ways to fill a batch
+    # four ways to fill a batch
+    assert data["results"][0]["comparisons"] == 4 * len(report.specs) * num_backends
     assert all(
         result["largest_error"] is None or result["largest_error"] < 1e-12
         for result in data["results"]

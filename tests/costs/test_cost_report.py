@@ -66,9 +66,8 @@ def test_rooflines_by_hand():
         "compute",
     )
     step = estimate_cost(LLAMA3_8B, hw.Workload(batch=16, context=10**6)).operations["decode"][1]
-    assert step.intensity == pytest.approx(
-        4, rel=1e-3
-    )  # 2 r / bytes of a number, r = 4 heads to a key head
+    # 2 r / bytes of a number, r = 4 heads to a key head
+    assert step.intensity == pytest.approx(4, rel=1e-3)
     deepseek = estimate_cost(V3, hw.Workload(batch=1, context=10**6)).operations["decode"][1]
     assert deepseek.intensity == pytest.approx(241.8, rel=1e-3)
 

@@ -302,9 +302,8 @@ def test_layers_that_are_stored_differently_are_read_differently():
     """Layer 1 of 3 is not quantised: steps read two quantised layers and one in bfloat16."""
     config = {"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["layers.1", "lm_head"]}
     model, plain = read_model_spec({**SMALL, "quantization_config": config}), read_model_spec(SMALL)
-    table = 2 * 130 * 256 + 2 * 256 * (
-        2 * 3 + 1
-    )  # the embedding and the norms, which no operation reads
+    # the embedding and the norms, which no operation reads
+    table = 2 * 130 * 256 + 2 * 256 * (2 * 3 + 1)
     for of in (model, plain):
         weights = total_weight_bytes(of, WeightStorage("bf16", of.quantization)) - table
         flowing = 2 * (3 * 2 * 256 + 3 * 3 * (256 + 384) + 256 + 130)
@@ -336,9 +335,8 @@ def test_fp8_products_run_at_the_rate_of_fp8_where_there_is_one():
 def test_weights_can_be_counted_in_another_format():
     model = read_model_spec("gpt-oss-20b")
     assert estimate_cost(model, hw.Workload(weights="bf16")).weights_bytes == 2 * 20_914_757_184
-    matrices = 24 * (
-        2 * 4096 * 2880 + 2 * 512 * 2880 + 32 * 3 * 2880**2
-    )  # all but routers, embedding and head
+    # all but routers, embedding and head
+    matrices = 24 * (2 * 4096 * 2880 + 2 * 512 * 2880 + 32 * 3 * 2880**2)
     rows = 24 * (4096 + 2 * 512 + 2880 + 32 * 3 * 2880)
     in_int8 = estimate_cost(model, hw.Workload(dtype="int8"))
     assert in_int8.weights_bytes == matrices + 4 * rows + 2 * (20_914_757_184 - matrices)

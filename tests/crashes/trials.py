@@ -24,9 +24,8 @@ OLD, NEW, CONTINUED = "old", "new", "continued"
 SIGNALS = (*[signal.SIGKILL] * 6, signal.SIGTERM, signal.SIGINT)
 ENDINGS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
 FIRST_MOMENT = 0.05  # seconds after the fork, when the command has its signal handlers
-SHARE_OF_TIMES = (
-    0.4  # of the kills are after a random time, the others before a random file operation
-)
+# of the kills are after a random time, the others before a random file operation
+SHARE_OF_TIMES = 0.4
 LEAST_LENGTH = 0.9  # of a file, compared with that of another run
 REPEAT_EVERY = 4  # trials after which a command whose output is replaced whole is given again
 Files = Mapping[str, bytes]
@@ -211,9 +210,8 @@ def _continues(command: Command) -> bool:
 def _check_ending(run: Run, fault: Fault, baseline: Baseline, outcome: str) -> str:
     """What is wrong with the exit code and the messages of a run."""
     expected = {baseline.code, ENDINGS[signal.Signals(fault.signal)] if fault.signal else 2}
-    if (
-        fault.signal and outcome != OLD
-    ):  # it may come when the command is over and does not handle it any more
+    # it may come when the command is over and does not handle it any more
+    if fault.signal and outcome != OLD:
         expected.add(-fault.signal)
     if run.code not in expected:
         return f"it ends with {run.code}"

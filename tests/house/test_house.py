@@ -54,9 +54,8 @@ LINES_OF_A_FUNCTION = 83
 ARGUMENTS = 8  # without self and cls
 
 
-SIGNATURES_OF_TORCH = {
-    ("multihead_attention.py", "forward")
-}  # of methods that replace one of torch's
+# of methods that replace one of torch's
+SIGNATURES_OF_TORCH = {("multihead_attention.py", "forward")}
 
 
 LINES_OF_MOST_FUNCTIONS = 48  # 95 of 100

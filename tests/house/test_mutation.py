@@ -208,9 +208,8 @@ def trial(function: str, operator: str, nth: int = 1, test: str = "test_small.py
     ],
 )
 def test_verdicts(small: Path, mutant: Trial, verdict: str, reason: str):
-    time_limit = (
-        1.0 if verdict == "timeout" else 120.0
-    )  # a busy machine may need long to start pytest
+    # a busy machine may need long to start pytest
+    time_limit = 1.0 if verdict == "timeout" else 120.0
     result = runner.run_trial(mutant, time_limit)
     assert (result.verdict, result.reason) == (verdict, reason), result.output
 

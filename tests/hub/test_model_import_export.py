@@ -340,9 +340,8 @@ def test_a_tied_head_may_be_there_or_not(tmp_path: Path):
         ),
     )
     check_same(hw.load(tmp_path / "f"), net)
-    changed(
-        tmp_path / "f", lambda tensors: tensors.pop("model.embed_tokens.weight")
-    )  # kept under its second name alone
+    # kept under its second name alone
+    changed(tmp_path / "f", lambda tensors: tensors.pop("model.embed_tokens.weight"))
     check_same(hw.load(tmp_path / "f"), net)
     changed(tmp_path / "f", lambda tensors: tensors.pop("lm_head.weight"))
     check_refused("model.embed_tokens.weight is missing", lambda: hw.load(tmp_path / "f"))

@@ -427,9 +427,8 @@ def test_transformers_before_5_3_is_left_alone(
     for one in interfaces:
         keep = {name: tensor for name, tensor in one._global_mapping.items() if name != "headwise"}
         monkeypatch.setattr(one, "_global_mapping", keep)
-    monkeypatch.setattr(
-        sys.modules["transformers"], "__version__", version
-    )  # which may stand there anew
+    # which may stand there anew
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     transformers_backend.register_backend()
     assert ["headwise" in one() for one in interfaces] == [registers, registers]
 

@@ -311,10 +311,8 @@ def test_resized_checkpoints_ask_for_nothing(stub: StubProcess, tmp_path: Path):
 # --- one place ------------------------------------------------------------------------------------
 
 LOADERS = re.compile(r"\b(?:from_pretrained|_?from_config|for_model)\(")
-ALLOWED = {
-    "hub/transformers_loading.py": 5,
-    "observe/head_analysis/head_circuits.py": 1,  # of a model in memory
-}
+# of a model in memory
+ALLOWED = {"hub/transformers_loading.py": 5, "observe/head_analysis/head_circuits.py": 1}
 
 
 def test_loaders_of_transformers_are_called_in_one_place():

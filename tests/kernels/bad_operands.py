@@ -27,11 +27,8 @@ from headwise.kernels import (
     row_normalisers,
 )
 
-REGISTERED_BY = (
-    flash_attention,
-    head_mixing,
-    row_normalisers,
-)  # importing them registers operations
+# importing them registers operations
+REGISTERED_BY = (flash_attention, head_mixing, row_normalisers)
 OPS = torch.ops.headwise
 FAR = 2**40  # an index far outside
 

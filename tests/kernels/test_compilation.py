@@ -295,9 +295,8 @@ def list_files(folder: Path, pattern: str) -> list[Path]:
 def test_kernels_are_kept_in_the_users_cache_folder_and_not_in_the_package(tmp_path):
     (tmp_path / "headwise" / "headwise-kernels-0").mkdir(parents=True)
     (tmp_path / "headwise" / "headwise-kernels-1").mkdir()
-    os.utime(
-        tmp_path / "headwise" / "headwise-kernels-0", (0, 0)
-    )  # unchanged for more than 30 days
+    # unchanged for more than 30 days
+    os.utime(tmp_path / "headwise" / "headwise-kernels-0", (0, 0))
     folders = {"NUMBA_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path)}
     before = list_files(Path(hw.__file__).parent, "*.nb[ic]")
     run = run_python(SCALE + "scale()", **folders)

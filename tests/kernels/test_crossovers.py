@@ -169,9 +169,8 @@ def test_compiled_graphs_leave_out_what_is_never_preferred():
     assert make_dispatch(call).select_for_size(size) == "flash_cpu"  # at every length
     with assume_points(points_of_class("aarch64")):
         assert make_dispatch(call).select_for_size(size) == "sdpa"
-        assert (
-            make_dispatch(call, "flash_cpu").select_for_size(size) == "flash_cpu"
-        )  # named by the caller
+        # named by the caller
+        assert make_dispatch(call, "flash_cpu").select_for_size(size) == "flash_cpu"
 
 
 @pytest.mark.compile

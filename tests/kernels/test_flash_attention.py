@@ -360,9 +360,8 @@ def tokens_of(kind: str, x: torch.Tensor) -> hw.SequenceInfo:
         "left": lambda: hw.SequenceInfo.from_batch(x, lengths=[x.shape[1], 40], pad="left"),
         "right": lambda: hw.SequenceInfo.from_batch(x, lengths=[x.shape[1], 40]),
         "segments": lambda: hw.SequenceInfo.from_batch(x, segments=segments),
-        "torn": lambda: hw.SequenceInfo(
-            torn, torn // 7 % 2
-        ),  # keys that a token may not read lie between those that it may
+        # keys that a token may not read lie between those that it may
+        "torn": lambda: hw.SequenceInfo(torn, torn // 7 % 2),
     }[kind]()
 
 

@@ -99,9 +99,8 @@ def test_mixing_of_a_block_equals_the_formula(sizes, grouped, cut):
     )
     ours, theirs = mixed.kernel(), mixed.formula()
     check_close(ours, theirs)
-    grad = numbers(*(ours.shape[n] for n in (0, 2, 3, 1))).permute(
-        0, 3, 1, 2
-    )  # as products of heads leave it
+    # as products of heads leave it
+    grad = numbers(*(ours.shape[n] for n in (0, 2, 3, 1))).permute(0, 3, 1, 2)
     nonempty = [t for t in mixed.tensors if t.numel()]
     mine, expected = (
         torch.autograd.grad(built, nonempty, grad, allow_unused=True) for built in (ours, theirs)

@@ -61,9 +61,8 @@ def trees(draw):
     most = max(map(len, rows))
     padded = [[*row, *[(next(pool), 0, 0)] * (most - len(row))] for row in rows]
     table = torch.tensor(padded, dtype=torch.int64).view(len(rows), most, 3)
-    table[..., 0] = table[..., 0].unique(return_inverse=True)[
-        1
-    ]  # no more pages than there are, as shuffled as before
+    # no more pages than there are, as shuffled as before
+    table[..., 0] = table[..., 0].unique(return_inverse=True)[1]
     return page, table
 
 

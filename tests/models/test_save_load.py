@@ -240,9 +240,8 @@ def test_whatever_fails_a_whole_model_is_there(
     """Every call to the system fails once: what is loaded is the old model or the new one, and the
     next save works.
     """
-    monkeypatch.setattr(
-        os, "fsync", lambda handle: None
-    )  # counted all the same, and many times faster
+    # counted all the same, and many times faster
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
     begin, place = folder.with_name("begin"), folder.with_name("place")
     spec = hw.design(model=2, heads=1, pattern="causal()")
     stack = bp.StackSpec.from_blocks(

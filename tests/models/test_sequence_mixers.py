@@ -46,9 +46,8 @@ def described(network: str, layers: int = 2, feed: int = 0) -> bp.ModelSpec:
 def built(network: str) -> hw.Transformer:
     net = hw.build(described(network), seed=0).double()
     for name, parameter in net.named_parameters():
-        if (
-            "norm" not in name and ".embedding" not in name
-        ):  # biases and v of additive attention start at 0
+        # biases and v of additive attention start at 0
+        if "norm" not in name and ".embedding" not in name:
             nn.init.normal_(parameter, std=0.4, generator=torch.Generator().manual_seed(len(name)))
     return net
 
@@ -333,11 +332,8 @@ def test_cached_steps_of_padded_rows_give_the_outputs_of_each_row_alone(network:
         expected = net(x[row : row + 1, own])[0]
         torch.testing.assert_close(whole[row, own], expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(torch.cat(parts, 1)[row, own], expected, rtol=1e-10, atol=1e-10)
-    states = {
-        "gru": 2,
-        "conv": 2 * 3,
-        "conv-dilated": 3 + 12,
-    }  # vectors of the model width in both layers
+    # vectors of the model width in both layers
+    states = {"gru": 2, "conv": 2 * 3, "conv-dilated": 3 + 12}
     assert cache.nbytes == states[network] * 3 * WIDTH * 8 == net.spec.num_state_values * 3 * 8
     cache.rows(torch.tensor([2, 0]))
     new = net(torch.tensor([[5], [5]]), cache=cache)

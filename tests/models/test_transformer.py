@@ -537,9 +537,8 @@ def test_a_merged_block_is_the_block_of_attentions():
     from headwise.models.block import LayerInputs
 
     torch.testing.assert_close(layer(x, LayerInputs(at, None, z, sequence, {})), expected)
-    assert (
-        net.cache(batch=2, capacity=1000).nbytes == 2 * 2 * 3 * (4 + 1) * 8
-    )  # of 3 heads of 4 a sum and a count
+    # of 3 heads of 4 a sum and a count
+    assert net.cache(batch=2, capacity=1000).nbytes == 2 * 2 * 3 * (4 + 1) * 8
     for wrong in ({"attention": CAUSAL, "cross": FULL}, {}):
         with pytest.raises(hw.SpecError, match="give cross=, and no attention"):
             bp.BlockSpec(**wrong, form="merged")

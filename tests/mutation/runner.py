@@ -99,9 +99,8 @@ def run_tests(
     args = ["-x", "-q", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]
     environment = {**os.environ, **TEST_ENVIRONMENT, "PYTHONPATH": str(source)}
     if module.startswith("kernels/"):
-        environment["NUMBA_CACHE_DIR"] = str(
-            source.parent / "cache"
-        )  # mutants leave nothing in the user's cache
+        # mutants leave nothing in the user's cache
+        environment["NUMBA_CACHE_DIR"] = str(source.parent / "cache")
     process = subprocess.Popen(
         [sys.executable, "-c", RUN_PYTEST, str(source), dotted(module), *args],
         cwd=ROOT,

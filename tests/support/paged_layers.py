@@ -55,9 +55,8 @@ def make_pool(
 ) -> PagePool:
     """A pool with its pages in random order; unwritten memory is NaN."""
     pool = PagePool([spec], pages=pages, page=page, dtype=dtype)
-    pool.storage[:-1].fill_(
-        torch.nan
-    )  # the last is read for what is not there, where pages are gathered
+    # the last is read for what is not there, where pages are gathered
+    pool.storage[:-1].fill_(torch.nan)
     pages_taken = [pool.block_tables.pages.allocate() for _ in range(pages)]
     for n in torch.randperm(pages, generator=torch.Generator().manual_seed(order)).tolist():
         pool.block_tables.pages.release(pages_taken[n])

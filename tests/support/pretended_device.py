@@ -34,11 +34,8 @@ CONSTRUCTORS = (
     *("tensor", "as_tensor", "asarray", "new_tensor"),
 )  # fill a device without an operation
 BUILTIN = ("aten", "prim", "prims", "profiler")
-DEVICE_KERNELS = (
-    "CompositeExplicitAutograd",
-    "PrivateUse1:",
-    "CUDA:",
-)  # of a custom operator that runs on devices
+# of a custom operator that runs on devices
+DEVICE_KERNELS = ("CompositeExplicitAutograd", "PrivateUse1:", "CUDA:")
 WAITING = (
     "aten::_local_scalar_dense",
     "aten::bincount",

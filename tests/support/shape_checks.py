@@ -94,9 +94,8 @@ def install_shape_checks(package: str = "headwise") -> int:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     modules = [m for name, m in sys.modules.items() if name.split(".")[0] == package]
-    wrapped: dict[
-        Any, Any
-    ] = {}  # by the original function; a function without letters stands for itself
+    # by the original function; a function without letters stands for itself
+    wrapped: dict[Any, Any] = {}
     for module in modules:
         for value in vars(module).values():
             if isinstance(value, type) and value.__module__.split(".")[0] == package:

@@ -92,15 +92,8 @@ MLA = {
 }
 
 
-MULTIMODAL_ROPE = (
-    "_vl",
-    "omni",
-    "glm4v",
-    "glm46v",
-    "glm_image",
-    "glm_ocr",
-    "glmga",
-)  # with defaults in their code
+# with defaults in their code
+MULTIMODAL_ROPE = ("_vl", "omni", "glm4v", "glm46v", "glm_image", "glm_ocr", "glmga")
 
 
 def configs(kind: Any, family: str) -> Iterator[Any]:

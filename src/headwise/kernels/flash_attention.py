@@ -141,9 +141,8 @@ class FlashAttentionArgs(ParallelKernelArgs):
     """
 
     work_items: TensorArg = None  # [items, 6]
-    query_rows: TensorArg = (
-        None  # indices among all (b, t, h) of the queries, sorted by row and key head
-    )
+    # indices among all (b, t, h) of the queries, sorted by row and key head
+    query_rows: TensorArg = None
     key_ranges: TensorArg = None  # [1 or B, T, 2]: first key of a token and the end of its keys
     num_key_range_rows: int = 0  # size of their first axis
     q: TensorArg = None  # [B, T, H, dim]
@@ -192,10 +191,8 @@ FLASH_ATTENTION_KERNELS = ParallelKernelSet(
     backward=("flash_backward", FlashAttentionArgs),
 )
 
-MAX_INDEX_BY_DTYPE = {
-    torch.float32: 2**24,
-    torch.float64: 2**53,
-}  # largest key index that the dtype represents exactly
+# largest key index that the dtype represents exactly
+MAX_INDEX_BY_DTYPE = {torch.float32: 2**24, torch.float64: 2**53}
 
 
 def make_contiguous(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -382,9 +379,8 @@ class FlashAttentionPlan(NamedTuple):
         """
         dtypes = q.dtype, k.dtype, v.dtype
         key = q.shape, k.shape, v.shape, k.stride(), v.stride(), dtypes, ahead, scale
-        plan = _PLAN_CACHE.get(
-            key
-        )  # looked up once: another thread may clear the cache at any time
+        # looked up once: another thread may clear the cache at any time
+        plan = _PLAN_CACHE.get(key)
         if plan is None:
             if len(_PLAN_CACHE) >= MAX_CACHED_PLANS:
                 _PLAN_CACHE.clear()

@@ -126,9 +126,8 @@ def _args_num_words(typing: Any, args: Any) -> Any:
     return types.int64(args), lambda context, builder, signature, values: INT64(len(args.fields))
 
 
-args_from_address: Any = (
-    _args_from_address  # typed Any: intrinsics are called without their first parameter
-)
+# typed Any: intrinsics are called without their first parameter
+args_from_address: Any = _args_from_address
 args_field_address: Any = _args_field_address
 store_arg: Any = _store_arg
 

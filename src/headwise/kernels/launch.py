@@ -51,10 +51,8 @@ from .operand_checks import is_under_functorch
 
 SIMD_WIDTH = 16  # elements per vector
 CACHE_LINE_BYTES = 64
-COMPUTE_DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-}  # computed in without conversion
+# computed in without conversion
+COMPUTE_DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
 def round_up_to_simd(count: int) -> int:
@@ -167,9 +165,8 @@ class KernelSet:
         self.module = module
         self.dtype_names = dtype_names
         self.functions = functions
-        self.compiled_functions: dict[
-            tuple[str, torch.dtype | None], Any
-        ] = {}  # kept alive with their addresses
+        # kept alive with their addresses
+        self.compiled_functions: dict[tuple[str, torch.dtype | None], Any] = {}
         self.usable_dtypes: set[torch.dtype | None] = set()
 
     @property
@@ -188,9 +185,8 @@ class KernelSet:
         If not, the caller uses torch operations, and a background process compiles the kernels for
         later calls.
         """
-        if (
-            torch.compiler.is_compiling()
-        ):  # the compiled graph runs later, and then compiles its kernels
+        # the compiled graph runs later, and then compiles its kernels
+        if torch.compiler.is_compiling():
             return has_kernels()
         return dtype in self.usable_dtypes or (has_kernels() and self._is_compiled_or_may_be(dtype))
 
@@ -199,9 +195,8 @@ class KernelSet:
         if all((name, dtype) in self.compiled_functions for name in self.functions):
             self.usable_dtypes.add(dtype)
         elif STATE.policy == "wait":
-            self.usable_dtypes.add(
-                dtype
-            )  # later calls skip this check; `run` compiles missing kernels
+            # later calls skip this check; `run` compiles missing kernels
+            self.usable_dtypes.add(dtype)
         elif STATE.is_running(task):
             return False
         elif STATE.policy == "auto" and task not in STATE.failed and not self._load_all(dtype):

@@ -141,9 +141,8 @@ GEMV_KERNELS = KernelSet("small_batch_kernels", GEMV_DTYPES, gemv=("run_gemv", G
 
 BLOCKS_PER_THREAD = 2
 MAX_BLOCK_BYTES = 2**19  # minimum number of blocks per thread; maximum bytes of a block
-PACKED_TOKEN_BYTES = (
-    this_machine().l2_cache_bytes
-) // 2  # of the tokens that are multiplied at a time
+# of the tokens that are multiplied at a time
+PACKED_TOKEN_BYTES = (this_machine().l2_cache_bytes) // 2
 GEMV_CHECKS = OperandChecks("small_batch_matmul", x="float32 bfloat16: M K", matrix="* K+")
 
 

@@ -25,9 +25,8 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 MAX_ACCEPTED = 1024  # accepted signatures of an operation; then they are cleared
-FLOAT = (
-    "float32 float64: "  # dtypes of the first operand of most operations; the others have the same
-)
+# dtypes of the first operand of most operations; the others have the same
+FLOAT = "float32 float64: "
 
 
 class Operand(NamedTuple):
@@ -261,10 +260,8 @@ def check_flash_operands(
         check_indices(name, "column 5 of the items", part, num_parts if n else 2**62)
 
 
-PLAIN_TENSOR_TYPES = (
-    Tensor,
-    nn.Parameter,
-)  # subclasses may override operations through __torch_function__
+# subclasses may override operations through __torch_function__
+PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)
 NO_DOUBLE_BACKWARD_REMEDY = "leave out create_graph, or build the layer with backend='dense'"
 
 

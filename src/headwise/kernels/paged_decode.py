@@ -75,16 +75,13 @@ class PagedDecodeArgs(ParallelKernelArgs):
     lse: TensorArg = None  # [B, H]
     # plan entries (see `split_kv_schedule`), one per work item, then the three tables below
     plan: TensorArg = None
-    split_starts: int = (
-        0  # address of [splits, 3]: span, slot, whether an earlier row's work item reads it too
-    )
+    # address of [splits, 3]: span, slot, whether an earlier row's work item reads it too
+    split_starts: int = 0
     row_splits: int = 0  # address of [B, 3]: first split, number of splits, splits done
-    row_order: int = (
-        0  # address of [B, 3]: row, keys shared with the previous row in this order, keys
-    )
-    partial_outputs: TensorArg = (
-        None  # [splits, H, vdim padded + 2]: output, maximum and sum of each split
-    )
+    # address of [B, 3]: row, keys shared with the previous row in this order, keys
+    row_order: int = 0
+    # [splits, H, vdim padded + 2]: output, maximum and sum of each split
+    partial_outputs: TensorArg = None
     batch: int = 0
     num_heads: int = 0
     num_kv_heads: int = 0

@@ -45,9 +45,8 @@ class RowNormaliserArgs(ParallelKernelArgs):
     """Kernel arguments of softmax and entmax. A work item is a few rows; strides count elements."""
 
     scores: TensorArg = None  # [B, H, T, S]
-    output: TensorArg = (
-        None  # forward weights, or weighted values [B, H, T, V]; backward the gradient of scores
-    )
+    # forward weights, or weighted values [B, H, T, V]; backward the gradient of scores
+    output: TensorArg = None
     mask: TensorArg = None  # [1 or B, 1, 1 or T, S]; None if every key is allowed
     mask_row_stride: int = 0  # to the next row of the batch, and to the next query
     mask_query_stride: int = 0
@@ -55,14 +54,12 @@ class RowNormaliserArgs(ParallelKernelArgs):
     num_queries: int = 0  # T
     num_keys: int = 0  # S
     num_rows: int = 0  # B H T
-    key_indices: TensorArg = (
-        None  # 0, 1, 2, ... for each key; this field and the following ones are used by entmax only
-    )
+    # 0, 1, 2, ... for each key; this field and the following ones are used by entmax only
+    key_indices: TensorArg = None
     alpha: TensorArg = None  # [H]
     row_state: TensorArg = None  # [B, H, T, 2]: maximum and tau of each row, for the backward pass
-    values: TensorArg = (
-        None  # [B, G, S, V], V padded to whole vectors; None to return the weights themselves
-    )
+    # [B, G, S, V], V padded to whole vectors; None to return the weights themselves
+    values: TensorArg = None
     value_head_of_head: TensorArg = None  # [H]: the value head that each head reads
     num_value_heads: int = 0  # G
     value_dim: int = 0  # V

@@ -34,9 +34,8 @@ from .launch import SIMD_WIDTH, round_up_to_simd
 
 INT8, INT32, INT64 = (ir.IntType(bits) for bits in (8, 32, 64))
 LANE_MASK = ir.VectorType(INT32, SIMD_WIDTH)
-intrinsic: Any = (
-    extending.intrinsic
-)  # typed Any: intrinsics are called without their first parameter
+# typed Any: intrinsics are called without their first parameter
+intrinsic: Any = extending.intrinsic
 
 
 extending.register_jitable(round_up_to_simd)

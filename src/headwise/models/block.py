@@ -85,9 +85,8 @@ class TransformerLayer(nn.Module):
         self.scale = described.scale
         self.sublayers = described.sublayer_names
         self.constant_sublayers = described.constant_sublayers
-        self._merged: tuple[
-            MergedAttention, ...
-        ] = ()  # in a tuple: its parts are saved and moved as the layer's own
+        # in a tuple: its parts are saved and moved as the layer's own
+        self._merged: tuple[MergedAttention, ...] = ()
         for role, spec in described.attention_specs.items():
             self._add_attention(role, spec, owners, described.form)
         for role in described.constant_sublayers:
@@ -196,9 +195,8 @@ class TransformerLayer(nn.Module):
 
     def _normalise(self, name: str, x: Tensor) -> Tensor:
         norm = self._modules.get(name)
-        return (
-            x if norm is None else norm(x)
-        )  # a constant sublayer has a norm only if placement="post"
+        # a constant sublayer has a norm only if placement="post"
+        return x if norm is None else norm(x)
 
     def _sublayer_output(self, name: str, z: Tensor, inputs: LayerInputs) -> Tensor:
         """Return the output of one sublayer after scale and dropout; a constant sublayer gives its

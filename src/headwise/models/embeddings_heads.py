@@ -176,9 +176,8 @@ def _check_image(x: Tensor, spec: PatchSpec) -> Tensor:
             f"{high}, {wide}]"
         )
     rows = x.shape[2] // spec.patch_height
-    fits = rows == spec.rows or (
-        spec.columns == 1 and 0 < rows < spec.rows
-    )  # one column: a shorter input is a prefix
+    # one column: a shorter input is a prefix
+    fits = rows == spec.rows or (spec.columns == 1 and 0 < rows < spec.rows)
     if not fits or x.shape[3] // spec.patch_width != spec.columns:
         raise ValueError(
             f"an image of {x.shape[2]} x {x.shape[3]} is not {spec.rows} x {spec.columns} patches "

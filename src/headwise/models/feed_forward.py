@@ -23,12 +23,8 @@ from ..kernels.linear import linear, linear_many
 from ..util.errors import SpecError, suggest
 from .model_spec import ExpertsSpec, FeedForwardSpec, NormSpec, WeightSpec
 
-TABLE_AXES = (
-    "token",
-    "position",
-    "type",
-    "first",
-)  # first axes of tables, which hold one vector per index
+# first axes of tables, which hold one vector per index
+TABLE_AXES = ("token", "position", "type", "first")
 
 
 def initialise_weight(weight: WeightSpec) -> Tensor:
@@ -215,9 +211,8 @@ class FeedForward(HasParallelContext, SpecModule):
         )
         with self.parallel.head_local_rng(self.training):
             hidden = dropout(hidden, self.dropout, self.training)
-        bias = (
-            self.get_weight("down_bias") if self.parallel.adds_output_bias else None
-        )  # by one rank only
+        # by one rank only
+        bias = self.get_weight("down_bias") if self.parallel.adds_output_bias else None
         return self.parallel.reduce_from_heads(linear(hidden, cast(Tensor, self.down), bias))
 
 

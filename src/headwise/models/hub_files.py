@@ -36,9 +36,8 @@ COMPANION_FILES = re.compile(
     r"|config_sentence_transformers|config|sentencepiece[\w.-]*|source|target|spiece)"
     r"\.(json|txt|model|jinja|spm)|(LICEN[CS]E|NOTICE)[\w.-]*"
 )
-SENTENCE_TRANSFORMERS_MODULE = re.compile(
-    r"\d+_\w+"
-)  # a folder of sentence-transformers: 1_Pooling
+# a folder of sentence-transformers: 1_Pooling
+SENTENCE_TRANSFORMERS_MODULE = re.compile(r"\d+_\w+")
 NATIVE_FILES = {MANIFEST_FILE, RECORD_FILE, *CHECKED_FILES} - {WEIGHTS_FILE}
 MAX_SETTINGS_BYTES = 1 << 28  # of one file; the largest tokenizers have 2^25
 CACHE_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}

@@ -180,9 +180,8 @@ def save(
     manifest = ModelManifest(
         net.spec, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, usage
     )
-    write_atomically(
-        folder / MANIFEST_FILE, str(manifest).encode()
-    )  # from here on, load() reads the new model
+    # from here on, load() reads the new model
+    write_atomically(folder / MANIFEST_FILE, str(manifest).encode())
     write_atomically(folder / MODEL_CARD_FILE, _model_card_text(net, readme).encode())
     write_atomically(folder / CONFIG_FILE, f"{REFUSING_CONFIG}\n".encode())
     for name in CHECKED_FILES:

@@ -98,9 +98,8 @@ class CharVocabulary(Vocabulary):
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         super().__init__(tokenizer)
-        self._code_points = np.array(
-            list(map(ord, chars)), np.uint32
-        )  # sorted; the id is the index
+        # sorted; the id is the index
+        self._code_points = np.array(list(map(ord, chars)), np.uint32)
 
     def encode(self, texts: Iterable[str]) -> list[IdArray]:
         return [self._encode(text) for text in texts]

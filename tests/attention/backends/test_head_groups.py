@@ -413,9 +413,8 @@ CACHED = {
 @pytest.mark.parametrize("store", [None, "int8"])
 @pytest.mark.parametrize("name", CACHED)
 def test_tokens_decode_one_by_one_as_in_one_pass(name, store):
-    dtype = (
-        torch.float64 if store is None else torch.float32
-    )  # whose int8 caches a backend may read in place
+    # whose int8 caches a backend may read in place
+    dtype = torch.float64 if store is None else torch.float32
     layer = cases.layer(
         base(pattern=CACHED[name], kv=2, modifiers=(hw.parts.Alibi(),) if store is None else ()),
         dtype,

@@ -307,9 +307,8 @@ def test_an_engine_with_paged_layers_gathers_no_keys(monkeypatch: pytest.MonkeyP
         for text in ("window(9) | first(2)", "causal()")
     )
     net = language(near, far)
-    monkeypatch.setattr(
-        engine_module, "CALL_OVERHEAD_BYTES", -(10**9)
-    )  # a call of its own would cost nothing
+    # a call of its own would cost nothing
+    monkeypatch.setattr(engine_module, "CALL_OVERHEAD_BYTES", -(10**9))
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
     assert not engine.memory.gathers
     assert rows == [3] * 2

@@ -66,9 +66,8 @@ def test_the_kernel_equals_the_definition(dim, vdim, heads, groups, dtype):
 @pytest.mark.parametrize("length", ENDS)
 def test_blocks_and_pieces_end_where_they_should(length):
     q, k, v, table = dense([length, 2], 16, 16)
-    k[0, length - 1] = (
-        2 * q[0, ::3]
-    )  # the last key has the largest score, so that what was read before it shrinks
+    # the last key has the largest score, so that what was read before it shrinks
+    k[0, length - 1] = 2 * q[0, ::3]
     o, _ = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5)
     check_close(o[0], reference_decode(q[0], k[0, :length], v[0, :length], 0.5)[0])
 

@@ -290,9 +290,8 @@ def test_expected_flops_are_near_those_of_sampled_gates(routing):
     formed = WorkItems.from_open_heads(opened, 6, ends, 2048).num_pairs
     built = spec.core.flops(formed) // 6
     assert 0.99 * expected <= built <= 1.2 * expected
-    every = Fraction(2 * always, 6) + Fraction(
-        active, 6
-    )  # torch counts a triangle as the square around it
+    # torch counts a triangle as the square around it
+    every = Fraction(2 * always, 6) + Fraction(active, 6)
     assert built < float(every) * 1.3 * spec.core.flops(2048 * 2049 // 2)
 
 

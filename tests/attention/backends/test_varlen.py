@@ -195,9 +195,8 @@ def test_texts_run_separately_unless_a_probe_needs_the_whole_row():
         layer, x, sequence=sequence, mask=torch.ones(1, 1, 7, 7, dtype=torch.bool)
     )
     assert not runs_apart(layer, x, sequence=sequence, cache=layer.cache(batch=1, capacity=9))
-    assert not runs_apart(
-        layer, x.expand(2, -1, -1), sequence=sequence
-    )  # one row of tokens for two rows alike
+    # one row of tokens for two rows alike
+    assert not runs_apart(layer, x.expand(2, -1, -1), sequence=sequence)
 
 
 def test_a_source_that_is_not_packed_is_read_as_one():

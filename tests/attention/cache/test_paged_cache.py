@@ -59,9 +59,8 @@ def test_pages_read_are_those_of_tokens_read(retention: tuple[int, int | None], 
     for n in range(40):
         last = n + 1 if group.last is None else group.last
         read = {j // page for j in range(n) if j < group.first or n - j < last}
-        assert read <= set(group.visible_pages(n)) <= read | {n // page}, (
-            n
-        )  # the next token goes on in a page that is not full
+        # the next token goes on in a page that is not full
+        assert read <= set(group.visible_pages(n)) <= read | {n // page}, n
         for chunk in (1, 3, 8):
             most = max(
                 len(
@@ -210,9 +209,8 @@ def test_an_opening_is_shared_as_a_whole():
         for opening in (0, 4, 5)
     ] == [4, 4, 0]
     assert block_tables.find_prefix(block_tables.new_sequence(), ids) == 6
-    assert (
-        block_tables.find_prefix(block_tables.new_sequence(), ids[:6]) == 4
-    )  # one token at least is read, to know what comes next
+    # one token at least is read, to know what comes next
+    assert block_tables.find_prefix(block_tables.new_sequence(), ids[:6]) == 4
 
 
 def test_a_shared_page_depends_on_all_earlier_ids():
@@ -311,9 +309,8 @@ def test_a_row_sees_nothing_of_the_previous_owner_of_its_pages():
             pool.batch_of([pool.block_tables.new_sequence(), pool.block_tables.new_sequence()])
         )[0]
         layer(x[:, :4], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 1]))
-        layer.backend_name = (
-            "dense"  # gathers pages; whoever reads them where they lie leaves out what is not there
-        )
+        # gathers pages; whoever reads them where they lie leaves out what is not there
+        layer.backend_name = "dense"
         last = layer(torch.stack([x[0, 4:], x[1, 1:2]]), cache=cache)
         layer.backend_name = None
         cases.check_close(last[:, 0], torch.stack([layer(x[:1])[0, 4], layer(x[1:, :2])[0, 1]]))
@@ -328,9 +325,8 @@ def test_rows_of_one_length_may_keep_different_pages():
     cache, x = pooled(layer, 2, page=2), streams.random_tensor(2, 10, streams.MODEL)
     with torch.no_grad():
         layer(x[:, :9], cache=cache, sequence=hw.SequenceInfo.from_batch(x[:, :9], lengths=[6, 9]))
-        new = torch.stack(
-            [x[0, 6:], torch.cat([x[1, 9:], x[1, :3]])]
-        )  # four tokens; one and padding
+        # four tokens; one and padding
+        new = torch.stack([x[0, 6:], torch.cat([x[1, 9:], x[1, :3]])])
         position = torch.tensor([[6, 7, 8, 9], [9, 10, 11, 12]])
         segment = torch.tensor([[0, 0, 0, 0], [0, -1, -1, -1]])
         layer.backend_name = "dense"  # gathers pages into one buffer
@@ -384,10 +380,8 @@ def test_layers_that_keep_alike_share_a_table_and_all_share_the_pages():
     pool = PagePool([near, far, near], pages=20, page=2)
     row = pool.block_tables.new_sequence()
     pool.block_tables.append_slots([row], [9])
-    assert [len(table) for table in row.tables] == [
-        5,
-        3,
-    ]  # 9 tokens by 2 of two layers, and by 4 of one
+    # 9 tokens by 2 of two layers, and by 4 of one
+    assert [len(table) for table in row.tables] == [5, 3]
     assert not set(row.tables[0].values()) & set(row.tables[1].values())
     assert pool.storage[0].numel() == 2 * 2 * 20
 

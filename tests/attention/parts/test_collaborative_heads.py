@@ -117,9 +117,8 @@ def test_bands_that_overlap_are_found():
     """Overlapping heads compare in the channels of a shared space: twelve, where plain heads would
     keep 24.
     """
-    torch.manual_seed(
-        0
-    )  # the fit is not convex: from about half of the seeds it ends in a local minimum
+    # the fit is not convex: from about half of the seeds it ends in a local minimum
+    torch.manual_seed(0)
     spec = base(model=40)
     layer = cases.layer(spec)
     shared = torch.randn(2, 12, 40, dtype=torch.float64)

@@ -102,15 +102,13 @@ def test_gates_by_the_length_of_queries(always, active, turns):
     )
     x, _ = cases.tensors(layer.spec)
     weight = layer.project["q"].detach().numpy()
-    if turns and turns[0] == hw.parts.QKNorm(
-        scope="full"
-    ):  # one scale for all channels of a token, then one of each
+    # one scale for all channels of a token, then one of each
+    if turns and turns[0] == hw.parts.QKNorm(scope="full"):
         weight = weight * layer.qk_norm["q"].detach().numpy()[:, None]
     _, chosen = by_norm(x.numpy(), weight, always, active)
     gates = torch.from_numpy(np.concatenate([np.ones((3, 7, always)), chosen], -1))
-    assert torch.equal(
-        heads_of(layer, x), heads_of(plain(layer), x) * gates[..., None]
-    )  # 0 or 1, not close to it
+    # 0 or 1, not close to it
+    assert torch.equal(heads_of(layer, x), heads_of(plain(layer), x) * gates[..., None])
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -137,9 +135,8 @@ def test_gradients_go_straight_through(training):
         loss, (other.project["q"], gates), retain_graph=True
     )
     through_p = torch.autograd.grad((p * to_gates[:, :, 2:]).sum(), other.project["q"])[0]
-    assert (
-        to_gates[:, :, 2:][torch.from_numpy(chosen) == 0].abs() > 1e-3
-    ).any()  # the others are not left out
+    # the others are not left out
+    assert (to_gates[:, :, 2:][torch.from_numpy(chosen) == 0].abs() > 1e-3).any()
     check_close(ours, through_heads + through_p)
 
 

@@ -111,11 +111,8 @@ def fork_ranks(ranks: int, function: str, folder: Path) -> bool:
     """Run a function on forks of this process; False if one fails or is not done in time."""
     module, _, name = function.rpartition(".")
     call = getattr(importlib.import_module(module), name)
-    for imported_later in (
-        "torch._dynamo",
-        "torch.distributed.fsdp",
-        "numba",
-    ):  # on each rank if not here
+    # on each rank if not here
+    for imported_later in ("torch._dynamo", "torch.distributed.fsdp", "numba"):
         importlib.import_module(imported_later)
     port, fork = free_port(), multiprocessing.get_context("fork")
     processes = [

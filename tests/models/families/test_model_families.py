@@ -351,9 +351,8 @@ def test_masks_equal_those_of_transformers(name: str):
             entry = value.allowed_pairs()[0, 0]
             expected = allowed(spec.pattern, *entry.shape)
             assert not (entry & ~expected).any(), site
-            if (
-                value.attention_inputs is not None
-            ):  # else weights alone are known, of which the least may be zero
+            # else weights alone are known, of which the least may be zero
+            if value.attention_inputs is not None:
                 assert torch.equal(entry, expected), site
 
 

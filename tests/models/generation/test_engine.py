@@ -21,9 +21,8 @@ from headwise.models.generation.engine import split_by_size, split_prefill
 
 TOKENS, MODEL = 13, 16
 ROOMY = 40_000_000
-FEW = settings(
-    max_examples=settings().max_examples // 8, deadline=None
-)  # of the profile that was asked for
+# of the profile that was asked for
+FEW = settings(max_examples=settings().max_examples // 8, deadline=None)
 
 
 def causal(preset: str) -> hw.AttentionSpec:
@@ -224,22 +223,10 @@ def test_a_step_is_a_chunk_of_prompts_and_a_token_of_every_row():
     recorded = []
     while engine.step():
         recorded.append((len(short.ids), len(long.ids)))
-    assert [step.tokens for step in engine.report().steps][:6] == [
-        8,
-        8,
-        8,
-        8,
-        8,
-        0,
-    ]  # a last token alone is a row
-    assert recorded[:6] == [
-        (2, 0),
-        (3, 0),
-        (4, 0),
-        (5, 0),
-        (6, 1),
-        (7, 2),
-    ]  # the short one was never kept waiting
+    # a last token alone is a row
+    assert [step.tokens for step in engine.report().steps][:6] == [8, 8, 8, 8, 8, 0]
+    # the short one was never kept waiting
+    assert recorded[:6] == [(2, 0), (3, 0), (4, 0), (5, 0), (6, 1), (7, 2)]
 
 
 # --- what is remembered ---------------------------------------------------------------------------
@@ -294,14 +281,12 @@ def test_beginnings_are_read_once():
     prompts = [[*begin, *[8 + n % 5] * (1 + n)] for n in range(6)]
     streams = [engine.submit(prompt, max_new_tokens=5) for prompt in prompts]
     assert [stream.result() for stream in streams] == [alone(net, prompt, 5) for prompt in prompts]
-    shared = (
-        24  # two layers keep 24 numbers of each of 4 tokens in a page, one keeps 8 of each of 24
-    )
+    # two layers keep 24 numbers of each of 4 tokens in a page, one keeps 8 of each of 24
+    shared = 24
     assert engine.report().shared == 5 * shared
     assert engine.memory.pool.block_tables.pages.num_allocated == 0
-    again = engine.submit(
-        [*begin, 9, 9, 9], max_new_tokens=2
-    )  # nobody holds those pages, but they are still known
+    # nobody holds those pages, but they are still known
+    again = engine.submit([*begin, 9, 9, 9], max_new_tokens=2)
     assert again.result() == alone(net, [*begin, 9, 9, 9], 2)
     assert engine.report().shared == 6 * shared
 
@@ -326,9 +311,8 @@ def test_the_budget_holds_and_requests_wait_for_free_pages():
     spec = plain()
     net, way = language(spec), hw.generation.BatchingConfig(page=4, chunk=16)
     each = hw.costs.cache_bytes(spec, batch=1, capacity=20)
-    engine = hw.Engine(
-        net, budget=3 * 2 * each, batching=way
-    )  # as much again for the buffer, of one layer
+    # as much again for the buffer, of one layer
+    engine = hw.Engine(net, budget=3 * 2 * each, batching=way)
     streams = [engine.submit([n] * 13, max_new_tokens=8) for n in range(9)]
     most = 0
     while engine.step():
@@ -366,16 +350,12 @@ def resident_bytes(tensor: torch.Tensor) -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs mincore")
 def test_pages_take_memory_when_they_are_needed():
     net = language(plain(dim=64), plain(dim=64))
-    engine, slack = (
-        hw.Engine(net, budget=400_000_000),
-        2 * 2**21,
-    )  # the system may hand out pages of 2 MiB
+    # the system may hand out pages of 2 MiB
+    engine, slack = (hw.Engine(net, budget=400_000_000), 2 * 2**21)
     storage = engine.memory.pool.storage
     assert storage.nbytes > 100_000_000
-    written, taken = (
-        750 * 2 * 2 * 3 * 64 * 4,
-        [resident_bytes(storage)],
-    )  # tokens, layers, k and v, heads of 64, float32
+    # tokens, layers, k and v, heads of 64, float32
+    written, taken = (750 * 2 * 2 * 3 * 64 * 4, [resident_bytes(storage)])
     assert taken[0] <= slack
     for number in range(3):  # pages of earlier requests keep their tokens
         assert len(engine.submit([number, *range(1, 10)] * 75, max_new_tokens=2).result()) == 2
@@ -472,9 +452,8 @@ def test_a_reader_that_stops_blocks_no_other():
     left, other, third = (engine.submit([n], max_new_tokens=6) for n in range(3))
     next(left)
     assert other.result() == alone(net, [1], 6)
-    assert third.result() == alone(
-        net, [2], 6
-    )  # it had the place of who stopped reading, and who was done all the same
+    # it had the place of who stopped reading, and who was done all the same
+    assert third.result() == alone(net, [2], 6)
     assert left.ended == "length"
     assert list(left) == alone(net, [0], 6)[1:]
 
@@ -501,9 +480,8 @@ def test_a_failing_request_fails_alone():
     sound = model("gqa")
     assert fine.result() == alone(sound, [1, 2, 3], 6)
     assert later.result() == alone(sound, [6, 7], 6)
-    assert engine.submit([4, 5], max_new_tokens=3).result() == alone(
-        sound, [4, 5], 3
-    )  # in the pages of who failed
+    # in the pages of who failed
+    assert engine.submit([4, 5], max_new_tokens=3).result() == alone(sound, [4, 5], 3)
     assert engine.memory.used == 0
 
 

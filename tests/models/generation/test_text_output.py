@@ -192,9 +192,8 @@ def test_the_work_for_a_stop_text_grows_as_the_output_does():
     for _ in range(3000):
         answer.take(ord("x"))
         assert (answer.take_new_text(), answer.take_new_ids()) == ("", [])
-    assert (
-        time.process_time() - begin < 5
-    )  # every beginning of the stop text at every token: minutes
+    # every beginning of the stop text at every token: minutes
+    assert time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize(
@@ -293,9 +292,8 @@ def test_a_stop_ends_an_answer_as_text_and_as_ids(speaker: hw.Transformer):
 
 @pytest.mark.parametrize("name", ["dates", "wordpiece", "chars"])
 def test_unknown_tokens_are_reported(name: str):
-    tokenizer = Tokenizer(
-        WordLevel({"a": 0, "b": 1}, unk_token="<unk>")
-    )  # of which <unk> itself is none
+    # of which <unk> itself is none
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     document = {
         "dates": make_task("dates").tokenizer,

@@ -340,10 +340,8 @@ def test_examples_have_every_field():
     text = "\n".join(model_spec.to_json(model) for model in EVERY)
     for name in model_spec.__all__:
         piece = getattr(model_spec, name)
-        if isinstance(piece, type) and name not in (
-            "WeightSpec",
-            "ProcessorSpec",
-        ):  # no pieces of a description
+        # no pieces of a description
+        if isinstance(piece, type) and name not in ("WeightSpec", "ProcessorSpec"):
             for field in fields(piece):
                 assert f'"{field.name}"' in text, (name, field.name)
 

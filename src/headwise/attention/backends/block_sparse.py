@@ -401,14 +401,8 @@ def _run_autograd_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]
         # A sink has no value, so the gradient of its score is -weight * (grad . o).
         weight = (sinks - lse).exp()
         sinks_grad = -(weight * (grad * o).sum(-1)).sum((0, 1)).to(sinks.dtype)
-    return (
-        *grads,
-        sinks_grad,
-        [None] * len(rest),
-        None if ctx.options[0] else [],
-        None,
-        None,
-    )  # the gradient of a list is a list
+    # the gradient of a list is a list
+    return (*grads, sinks_grad, [None] * len(rest), None if ctx.options[0] else [], None, None)
 
 
 block_sparse_attention.register_autograd(_run_autograd_backward, setup_context=_save_for_backward)

@@ -74,10 +74,8 @@ POINTS_IN_KEYS = (
     "bf16_matmul",
     "bf16_matmul_gradients",
 )
-MASK_PER_HEAD_BACKENDS = (
-    "chunked",
-    "dense",
-)  # those that support heads with different patterns in one call
+# those that support heads with different patterns in one call
+MASK_PER_HEAD_BACKENDS = ("chunked", "dense")
 LENGTHS_TOGETHER = 32
 MAX_KEPT_SIZES = 1024
 LONGEST = CallSize(1, 2**62, 2**62, 2**62)  # a size beyond every finite crossover point

@@ -77,9 +77,8 @@ def executed_flops(call: CallSignature, size: CallSize) -> int:
         pairs = 0
         state_updates = keys
         state_reads = queries
-    elif (
-        call.spec.source is not None
-    ):  # the order of queries and source tokens depends on the data: one chunk
+    elif call.spec.source is not None:
+        # The order of queries and source tokens depends on the data: one chunk.
         pairs = queries * keys
         state_updates = 0
         state_reads = 0

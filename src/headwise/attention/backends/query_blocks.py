@@ -303,10 +303,8 @@ def range_to_slice(tokens: range) -> slice:
 # Time per score in blocks of this many queries, forward and backward, relative to blocks of 64.
 # Sizes 128 and 256 were measured on an idle machine, 32 on a busy one; 16 is an estimate.
 BLOCK_SIZE_COSTS = {16: 2.0, 32: 1.35, 64: 1.0, 128: 0.93, 256: 0.93}
-BLOCK_SIZE_PROBE = (
-    range(2048, 2560),
-    range(4096),
-)  # queries and keys over which block sizes are compared
+# queries and keys over which block sizes are compared
+BLOCK_SIZE_PROBE = (range(2048, 2560), range(4096))
 
 KeyRanges = tuple[range, ...]
 

@@ -18,11 +18,8 @@ from ...util.errors import SpecError, pluralise
 from ..model_spec import BlockSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, WeightSpec
 from ..model_spec.model import group_blocks
 
-DIVIDED_ROLES = (
-    "attention",
-    "cross",
-    "feed",
-)  # roles of divided weights; all others are replicated on every rank
+# roles of divided weights; all others are replicated on every rank
+DIVIDED_ROLES = ("attention", "cross", "feed")
 
 IndicesByAxis = Mapping[str, tuple[int, ...]]
 

@@ -59,9 +59,8 @@ class TensorContextParallel(ParallelContext):
             return entry, at
         sequence = self._gather_sequence(at, self.context)
         entry_of_all = dict[str, Tensor]()
-        for dtype in dict.fromkeys(
-            tensor.dtype for tensor in entry.values()
-        ):  # one message per dtype
+        # one message per dtype
+        for dtype in dict.fromkeys(tensor.dtype for tensor in entry.values()):
             same_dtype = {name: tensor for name, tensor in entry.items() if tensor.dtype == dtype}
             flat = torch.cat([tensor.flatten(2) for tensor in same_dtype.values()], -1)
             gathered = join_runs(_apply_collective(AllGather, flat, self.context))
@@ -328,9 +327,8 @@ class AllGather(torch.autograd.Function):
 
 # --- Gradients summed over ranks in buckets, overlapped with the backward pass --------------------
 
-BUCKET_BYTES = (
-    4 << 20
-)  # per bucket: small enough that most buckets are sent while the backward pass still runs
+# per bucket: small enough that most buckets are sent while the backward pass still runs
+BUCKET_BYTES = 4 << 20
 
 
 class GradientBuckets:

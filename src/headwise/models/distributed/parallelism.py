@@ -148,14 +148,12 @@ class Parallelism(CheckedDataclass):
 JOIN_TIMEOUT = timedelta(minutes=5)  # for all ranks to join
 # For a rank to answer a collective; the longest work that one rank may do alone.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-MAX_REASON_LENGTH = (
-    200  # characters quoted of torch's error when ranks cannot join; the original is very long
-)
+# characters quoted of torch's error when ranks cannot join; the original is very long
+MAX_REASON_LENGTH = 200
 FAILURE_KEY = "failed"  # counter in the store: the first rank to increment it reports the failure
 
-_join_counter = (
-    itertools.count()
-)  # ranks join together, so the n-th join of one rank is the n-th join of all
+# ranks join together, so the n-th join of one rank is the n-th join of all
+_join_counter = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -181,9 +179,8 @@ class ProcessInfo:
         """
         if self.store is None:
             return True
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # torchrun sends it to the other ranks; one must still report
+        # torchrun sends it to the other ranks; one must still report
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             return self.store.add(FAILURE_KEY, 1) == 1
         except RuntimeError:  # the rank that served the store was killed before it could report

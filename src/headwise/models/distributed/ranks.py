@@ -26,11 +26,8 @@ from .parallelism import PARALLEL_DIMS, Parallelism, ProcessInfo
 # --- Ranks ----------------------------------------------------------------------------------------
 
 T = TypeVar("T")
-SHARED_FAILURES = (
-    ValueError,
-    OSError,
-    RuntimeError,
-)  # sent to the other ranks; any other exception ends the process
+# sent to the other ranks; any other exception ends the process
+SHARED_FAILURES = (ValueError, OSError, RuntimeError)
 
 # Ranks that differ in these dimensions work on different data. "tensor" ranks work on the same
 # rows and tokens.
@@ -275,9 +272,8 @@ def fingerprint_code() -> dict[str, str]:
     return {"headwise": __version__, "source": _checksums[root], "torch": torch.__version__}
 
 
-_checksums: dict[
-    Path, str
-] = {}  # of this package: a process runs the code that it has imported, whatever comes later
+# of this package: a process runs the code that it has imported, whatever comes later
+_checksums: dict[Path, str] = {}
 
 
 def check_same_config(mesh: ProcessMesh, config: Mapping[str, Any]) -> None:

@@ -64,9 +64,8 @@ class RopeConfig:
             "rope_theta", default=config.read_float("rope_theta", default=theta)
         )
         self.rotary_fraction = _read_rotary_fraction(config, table, rotary_fraction)
-        pretrained = config.read_optional_int(
-            "original_max_position_embeddings"
-        )  # precedes the key of the table
+        # precedes the key of the table
+        pretrained = config.read_optional_int("original_max_position_embeddings")
         self.original_length = pretrained or table.read_int(
             "original_max_position_embeddings", default=length
         )

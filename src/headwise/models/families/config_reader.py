@@ -12,11 +12,8 @@ from ...util.errors import SpecError, suggest
 from ...util.size_limits import MAX_HEAD_DIM, MAX_HEADS
 from ..model_spec import ModelSpec, OutputHeadSpec, StackSpec
 
-REMOTE_CODE_KEYS = (
-    "auto_map",
-    "trust_remote_code",
-    "custom_pipelines",
-)  # these keys would run code shipped with the weights
+# these keys would run code shipped with the weights
+REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines")
 # Keys for the number of heads.
 HEAD_COUNT_KEYS = (
     "num_attention_heads",

@@ -9,9 +9,8 @@ from typing import Any
 
 from ...util.errors import SpecError
 
-MIN_TEMPERATURE = (
-    1e-5  # smaller ones take the likeliest token, as logits divided by them may overflow
-)
+# smaller ones take the likeliest token, as logits divided by them may overflow
+MIN_TEMPERATURE = 1e-5
 MAX_STOPS = 64
 MAX_STOP_CHARS = 4096  # of one stop text
 

@@ -73,9 +73,8 @@ def choose_tokens(
         unit = exact.new_tensor([[stream.uniform()] for stream in streams])
         cumulative = exact.softmax(-1).cumsum(-1)
         total = cumulative[:, -1:]
-        below = torch.minimum(
-            unit * total, total.nextafter(torch.zeros_like(total))
-        )  # the product may round up to the total
+        # the product may round up to the total
+        below = torch.minimum(unit * total, total.nextafter(torch.zeros_like(total)))
         ids = torch.searchsorted(cumulative, below, right=True)[:, 0].to(ids.device)
     return torch.where(highest.isnan(), NAN_ID, ids)
 
@@ -118,9 +117,8 @@ def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
         logits = logits.masked_fill(logits < least, NEG_INF)
     if config.top_p is not None:
         ordered, order = logits.sort(dim=-1)
-        excluded = (
-            ordered.softmax(-1).cumsum(-1) <= 1 - config.top_p
-        )  # in ascending order of probability
+        # in ascending order of probability
+        excluded = ordered.softmax(-1).cumsum(-1) <= 1 - config.top_p
         excluded[..., -1] = False
         logits = logits.masked_fill(excluded.scatter(-1, order, excluded), NEG_INF)
     if config.min_p is not None:

@@ -207,9 +207,8 @@ class Engine:
                 f"budget must be a positive integer of bytes, got {budget!r}; give 2**30 for one "
                 "GiB"
             )
-        TextGenerator.from_options(
-            net, 1, 0.0, DEFAULT_DECODING
-        )  # refuses models that are not language models
+        # refuses models that are not language models
+        TextGenerator.from_options(net, 1, 0.0, DEFAULT_DECODING)
         self.net = net.eval()
         self.memory = KVMemory(net, budget, batching)
         self.steps: deque[StepRecord] = deque(maxlen=MAX_RECORDED_STEPS)

@@ -217,9 +217,8 @@ class TextGenerator:
         self, completion: Completion, kind: str, steps: Iterator[None]
     ) -> Iterator[Any]:
         while True:
-            with eval_mode(
-                self.net
-            ):  # only during the step: between steps the caller may use the model
+            # only during the step: between steps the caller may use the model
+            with eval_mode(self.net):
                 last = next(steps, STEPS_FINISHED)
             if kind == "ids":
                 yield from completion.take_new_ids()

@@ -53,9 +53,8 @@ class ModelTokenizer:
         try:
             encoded = encode_tokens(self._tokenizer, text, add_special_tokens=False)
         except SpecError as error:
-            if not isinstance(
-                error.__cause__, Exception
-            ):  # a panic, and not a text without an unknown token
+            # a panic, and not a text without an unknown token
+            if not isinstance(error.__cause__, Exception):
                 raise
             start, stop = self._first_unknown_char(text)
         else:
@@ -206,9 +205,8 @@ class Completion:
         self._stops = [_StopMatcher(stop) for stop in stop_texts]
         self._searched = 0  # number of characters that the matchers have read
         self._stop_start: int | None = None  # character at which the stop text begins
-        self._text_lengths: list[
-            int
-        ] = []  # text length after each id; -1 after an incomplete character
+        # text length after each id; -1 after an incomplete character
+        self._text_lengths: list[int] = []
         self._num_taken_ids = self._num_taken_chars = 0
 
     @property
@@ -298,9 +296,8 @@ class _StopMatcher:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_matched = 0
-        self._fallbacks = [
-            0
-        ]  # num_matched of the first n + 1 characters of `stop`, read after the first character
+        # num_matched of the first n + 1 characters of `stop`, read after the first character
+        self._fallbacks = [0]
         for char in stop[1:]:
             self._fallbacks.append(self._advance(self._fallbacks[-1], char))
 

@@ -75,19 +75,15 @@ class WeightFormat(SpecNode):
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     weight_format.name: weight_format
     for weight_format in (
-        WeightFormat(
-            "fp8", 8, block_rows=128, block_columns=128, scale_bits=32
-        ),  # DeepSeek-V3, 2412.19437
-        WeightFormat(
-            "int8", 8, block_rows=1, scale_bits=32
-        ),  # one float32 scale per row, 2208.07339
-        WeightFormat(
-            "mxfp4", 4, block_rows=1, block_columns=32, scale_bits=8
-        ),  # OCP Microscaling, 2310.10537
+        # DeepSeek-V3, 2412.19437
+        WeightFormat("fp8", 8, block_rows=128, block_columns=128, scale_bits=32),
+        # one float32 scale per row, 2208.07339
+        WeightFormat("int8", 8, block_rows=1, scale_bits=32),
+        # OCP Microscaling, 2310.10537
+        WeightFormat("mxfp4", 4, block_rows=1, block_columns=32, scale_bits=8),
         WeightFormat("nf4", 4, block_columns=64, scale_bits=32, order="flat"),  # 2305.14314
-        WeightFormat(
-            "int4", 4, block_rows=1, block_columns=128, scale_bits=16, zero_bits=4
-        ),  # AWQ, 2306.00978
+        # AWQ, 2306.00978
+        WeightFormat("int4", 4, block_rows=1, block_columns=128, scale_bits=16, zero_bits=4),
     )
 }
 LAYER_MATRICES = ("*.*.attention", "*.*.cross", "*.*.feed")  # names that begin so, by default
