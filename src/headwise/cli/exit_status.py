@@ -71,7 +71,8 @@ def run_guarded(command: Callable[[list[str]], int], argv: Sequence[str]) -> int
     except OSError as error:
         return print_error(_describe_os_error(error))
     except (ValueError, OverflowError, NoBackend) as error:
-        return print_error(_text_of(error) or type(error).__name__)
+        text = _text_of(error).replace("overwrite=True", "--overwrite")  # the same option here
+        return print_error(text or type(error).__name__)
     except MemoryError:
         return print_error(OUT_OF_MEMORY)
     except BaseException as error:  # Rust panics do not derive from Exception

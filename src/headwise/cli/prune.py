@@ -82,6 +82,8 @@ class PruneOptions(CompressionOptions):
             conflict = f", not both {chosen[0]} and {chosen[1]}" if len(chosen) > 1 else ""
             listed = ", ".join(f"--{name}" for name in ways)
             raise UsageError(f"choose heads by exactly one of {listed}{conflict}")
+        if self.keep:
+            _parse_amount(self.keep)  # before imports, which take seconds
         from ..observe.head_names import parse_heads
 
         for name in self.heads:

@@ -303,3 +303,10 @@ def test_wrong_inputs_give_one_line(run: Any, message: str):
     with pytest.raises(ValueError, match=message) as caught:
         run(NanoGPT().eval())
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_with_more_ids_than_embeddings_is_refused():
+    bert = ZOO["bert"]
+    model = bert._replace(keys={**bert.keys, "vocab_size": 100}).build("eager")
+    with pytest.raises(hw.SpecError, match="has 256 ids, and BertModel has embeddings for 100"):
+        hw.run_model(model, "a", tokenizer="bytes")

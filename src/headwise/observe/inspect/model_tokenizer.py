@@ -168,11 +168,26 @@ def with_tokenizer(model: ModuleT, tokenizer: object) -> ModuleT:
     """
     fast = read_tokenizer(tokenizer)
     if not isinstance(model, Transformer):
+        _check_size(model, fast)
         setattr(model, ATTACHED, fast)
         return model
     view = copy(model)
     view.usage = replace_tokenizer(model.spec, model.usage, fast)
     return view
+
+
+def _check_size(model: Any, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer with more ids than a model of transformers has embeddings."""
+    try:
+        rows = model.get_input_embeddings().num_embeddings
+    except (AttributeError, NotImplementedError):
+        return  # no table of embeddings to compare with
+    size = tokenizer.get_vocab_size(with_added_tokens=False)
+    if size > rows:
+        raise SpecError(
+            f"the tokenizer has {size:,} ids, and {type(model).__name__} has embeddings for "
+            f"{rows:,}; give the tokenizer that the model was trained with, or ids in place of text"
+        )
 
 
 @contextmanager
@@ -195,7 +210,9 @@ def use_tokenizer(model: nn.Module, tokenizer: object = None) -> Iterator[nn.Mod
     if isinstance(model, Transformer):
         yield with_tokenizer(model, tokenizer)
         return
-    token = _current_tokenizer.set((model, read_tokenizer(tokenizer)))
+    fast = read_tokenizer(tokenizer)
+    _check_size(model, fast)
+    token = _current_tokenizer.set((model, fast))
     try:
         yield model
     finally:

@@ -435,9 +435,10 @@ def _equality_table(verification: VerificationReport) -> Table:
     ]
     notes = [
         "Difference is the largest absolute difference of any output on any text. Tolerance is "
-        f"{OUTPUT_TOLERANCE:.0e} of the largest output, {DOUBLE_TOLERANCE:.0e} in float64. "
-        "Differences of weights (of 0 texts) are relative to the largest of each tensor."
+        f"{OUTPUT_TOLERANCE:.0e} of the largest output, {DOUBLE_TOLERANCE:.0e} in float64."
     ]
+    if any(not check.texts for check in verification.equal):
+        notes.append("Rows of 0 texts compare weights, relative to the largest of each tensor.")
     if verification.rounding:
         notes.append(
             "Models of 16 bits are compared in float32, on one text. The row without a tolerance "
