@@ -155,7 +155,8 @@ def test_a_screen_says_that_the_server_has_stopped(page: Any, gpt: OpenModel):
         page.get_by_role("gridcell").first.wait_for()
         page.wait_for_load_state("networkidle")
     page.get_by_role("link", name="Lab").click()
-    page.get_by_role("alert").get_by_text("The server does not answer").wait_for()
+    page.get_by_role("alert").wait_for()
+    assert "The server does not answer" in page.get_by_role("alert").inner_text()
 
 
 # --- hands ----------------------------------------------------------------------------------------
