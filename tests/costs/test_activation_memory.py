@@ -4,6 +4,8 @@ layer.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -272,6 +274,10 @@ def test_the_tail_of_a_language_model():
     )
     model = bp.ModelSpec("tail", "decoder", (stack,), (bp.OutputHeadSpec("tokens", vocab),))
     assert hw.costs.activation_memory(model, load(b, s)).total == measured
+    # the loss reads the first head alone
+    unread = bp.OutputHeadSpec("classes", 5, "mean")
+    two = replace(model, heads=(*model.heads, unread))
+    assert hw.costs.activation_memory(two, load(b, s)).total == measured
 
 
 FORMS = {

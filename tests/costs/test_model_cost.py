@@ -354,6 +354,20 @@ def test_layers_that_are_equal_are_one_term():
     ]
 
 
+def test_mixed_weights_reach_the_values_of_pairs_that_one_head_hides():
+    """4 tokens: 10 causal pairs for head 0, and 4 of a token with itself for head 1."""
+    spec = hw.design(
+        model=8,
+        heads=2,
+        pattern="perhead((causal(), window(1)), (0, 1))",
+        modifiers=(hw.parts.TalkingHeads(on="weights"),),
+    )
+    work = hw.costs.self_attention_work(spec, batch=1, queries=4)
+    products = {item.name: int(item.flops) for item in costs.flops.list_products(spec, work)}
+    assert products["core (scores)"] == 2 * (10 + 4) * 4
+    assert products["core (values)"] == 2 * (10 + 10) * 4
+
+
 def test_terms_have_formulas():
     result = costs.flops.CostBreakdown.from_repeated_items(
         [

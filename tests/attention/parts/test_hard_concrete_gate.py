@@ -161,6 +161,9 @@ def test_evaluation_as_published_takes_the_likelier_end(options):
 
 def test_undecided_heads_stay_open():
     assert (gates(gated(torch.zeros(6), {"evaluation": "hard"})) == 1).all()
+    # here log(-low / high) + log((1 - low) / (high - 1)) is exactly 0
+    exact = {"evaluation": "hard", "low": -1.0, "high": 2.0}
+    assert (gates(gated(torch.zeros(6), exact)) == 1).all()
 
 
 @pytest.mark.parametrize("mode", ["code", "hard", "soft sample", "hard sample"])

@@ -82,6 +82,15 @@ def test_texts_have_no_patches():
         assert [tensor.tolist() for tensor in metric.compute_sums(band)] == [[0.0], [0.0]]
 
 
+def test_words_that_read_patches_have_no_distance_to_them():
+    words = hw.head_analysis.annotated_examples.TokenAnnotations(*[torch.zeros(COUNT)] * 7)
+    weights, allowed = torch.ones(1, 2, COUNT) / COUNT, torch.ones(2, COUNT).bool()
+    for queries, keys in ((words, TOKENS), (TOKENS, words)):
+        band = WeightBand(weights, allowed, OTHERS, queries, keys)
+        for metric in PATCH_METRICS.values():
+            assert [tensor.tolist() for tensor in metric.compute_sums(band)] == [[0.0], [0.0]]
+
+
 class FixedHeads(nn.Module):
     """Attention with scores that depend on the places of patches alone, and a
     little on the image.
