@@ -358,3 +358,33 @@ def test_a_file_that_is_zero_from_its_middle_is_noted_once(
     ) as caught:
         load(tmp_path)
     assert len(caught) == 1
+
+
+ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "fact"),
+    [
+        ("llama", {"rope_parameters": ROPE}, "rope_type 'dynamic' rescales the base"),
+        ("olmo", {"clip_qkv": 0.5}, "clip_qkv = 0.5 clips queries, keys and values"),
+        ("glm4", {"head_dim": 8, "pad_token_id": 0}, "model_type 'glm4' is not known"),
+    ],
+)
+def test_a_model_that_only_transformers_can_run_is_measured_by_its_name(
+    model_type: str, keys: dict[str, Any], fact: str, tmp_path: Path
+):
+    config = transformers.AutoConfig.for_model(
+        model_type,
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **keys,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(hw.SpecError, match=f"{re.escape(fact)}.*hw.heads.* take '{tmp_path}'"):
+        hw.load(tmp_path)
+    assert len(hw.heads(str(tmp_path), [torch.arange(12)[None]]).heads) == 4

@@ -22,7 +22,7 @@ from ..util.files import read_text_file
 from ..util.model_names import is_gguf_file, parse_hub_id
 from ..util.size_limits import MAX_CONFIG_BYTES, MAX_WIDTH, parse_json, show_int
 from .gguf_files import read_gguf_config
-from .transformers_loading import config_of_settings, remove_code_settings
+from .transformers_loading import config_of_settings, is_known_to_transformers, remove_code_settings
 
 # Numbers of modules that a config may ask for; building more takes minutes.
 MAX_MODULES = 1024
@@ -48,7 +48,7 @@ def describe_model(source: Source, spec_options: Sequence[str] = ()) -> ModelSpe
         name = str(source)
         source, settings = _read_settings(Path(source))
     model_type = settings.get("model_type") if isinstance(settings, Mapping) else None
-    is_countable = _is_known_to_transformers(model_type)
+    is_countable = is_known_to_transformers(model_type)
     reason = ""
     if model_type in FAMILIES or not is_countable:
         try:
@@ -90,14 +90,6 @@ def _read_settings(path: Path) -> tuple[Source, Any]:
     if file.stat().st_size > MAX_CONFIG_BYTES:
         raise SpecError(f"{file} is larger than {MAX_CONFIG_BYTES:,} bytes; {CONFIG_REMEDY}")
     return path, parse_json(str(file), read_text_file(file), CONFIG_REMEDY)
-
-
-def _is_known_to_transformers(model_type: object) -> bool:
-    if not isinstance(model_type, str):
-        return False
-    from transformers import CONFIG_MAPPING
-
-    return model_type in CONFIG_MAPPING
 
 
 def _iter_sizes(value: Any, key: str = "") -> Iterator[tuple[str, int]]:

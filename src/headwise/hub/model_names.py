@@ -24,7 +24,7 @@ from ..util.model_names import (
 )
 from ..util.size_limits import parse_json
 from .gguf_files import unpack_gguf
-from .transformers_loading import remove_code_settings
+from .transformers_loading import is_known_to_transformers, remove_code_settings
 
 
 def find_model(what: Path | str | nn.Module) -> Path | nn.Module:
@@ -64,7 +64,7 @@ def check_settings(folder: Path) -> None:
     if not isinstance(settings, dict):
         raise SpecError(f"{what} contains a {type(settings).__name__}, not an object; {remedy}")
     model_type = str(remove_code_settings(settings, what).get("model_type"))
-    if model_type in FAMILIES or _is_known_to_transformers(model_type):
+    if model_type in FAMILIES or is_known_to_transformers(model_type):
         return
     fact = f"{label_model(folder)} has the model_type {model_type[:60]!r}"
     if "auto_map" in settings:
@@ -76,12 +76,6 @@ def check_settings(folder: Path) -> None:
         f"{fact}, which is not known here; pip install --upgrade transformers, or load the model "
         "in a file of yours, and give FILE.py:FACTORY"
     )
-
-
-def _is_known_to_transformers(model_type: str) -> bool:
-    from transformers import CONFIG_MAPPING
-
-    return model_type in CONFIG_MAPPING
 
 
 def call_factory(factory: Factory) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +20,11 @@ from ..models.families import (
     read_model_spec as described_by,
     write_config,
 )
+from ..models.families.config_reader import UndescribedSetting
 from ..models.families.encoders import with_collaborative_heads
 from ..models.families.weight_names import CheckpointPlan
 from ..models.hub_files import INDEX_FILE, PICKLE_SUFFIXES
-from ..models.model_spec import ProcessorSpec
+from ..models.model_spec import ModelSpec, ProcessorSpec
 from ..models.model_spec.serialization import (
     MANIFEST_FILE,
     RECORD_FILE,
@@ -54,6 +56,7 @@ from .transformers_loading import (
     CONFIG_FILE,
     TOKENIZER_CONFIG_FILES,
     check_folder,
+    is_known_to_transformers,
     load_model,
     read_processor,
 )
@@ -67,7 +70,7 @@ def load_transformers_folder(
     """Load a transformers folder as a headwise model. Runs no code from the folder, and opens no
     pickle.
     """
-    check_folder(folder)
+    settings = check_folder(folder)
     if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
         pickle = find_pickle(folder)
         if pickle:
@@ -82,7 +85,7 @@ def load_transformers_folder(
         )
     record = find_record(folder)
     resized = record if record and record.model else None
-    model_spec = resized.model if resized and resized.model else described_by(folder / CONFIG_FILE)
+    model_spec = resized.model if resized and resized.model else _read_spec(folder, settings)
     quantized = [note for note in model_spec.notes if note.startswith("quantization_config")]
     if quantized:
         raise SpecError(f"{folder}: {quantized[0]}; give a folder with weights in 16 or 32 bits")
@@ -110,6 +113,18 @@ def load_transformers_folder(
     net = build_from_weights(model_spec, names, source, dropout, constants, placement)
     net.usage = read_processor(folder, model_spec)
     return net
+
+
+def _read_spec(folder: Path, settings: Mapping[str, Any]) -> ModelSpec:
+    try:
+        return described_by(folder / CONFIG_FILE)
+    except UndescribedSetting as error:
+        if not is_known_to_transformers(settings.get("model_type")):
+            raise
+        raise SpecError(
+            f"{error.source}: {error.fact}; headwise's own layers cannot be this model, but "
+            f"hw.heads, hw.prune and the others take {str(folder)!r}, and run it with transformers"
+        ) from None
 
 
 def find_pickle(folder: Path) -> str:

@@ -123,6 +123,13 @@ def _without_code_settings(value: Any) -> Any:
     }
 
 
+def is_known_to_transformers(model_type: object) -> bool:
+    """Return True if transformers has this model_type."""
+    from transformers import CONFIG_MAPPING
+
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING
+
+
 def check_folder(folder: Path) -> dict[str, Any]:
     """Return the settings of a folder without those that name code; a notice lists those that are
     ignored.

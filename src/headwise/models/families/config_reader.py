@@ -40,10 +40,11 @@ ACTIVATIONS = {
 
 
 class UndescribedSetting(SpecError):
-    """A setting of a known family that no `ModelSpec` describes, as `fact` says."""
+    """A setting that no `ModelSpec` describes, as `fact` says."""
 
-    def __init__(self, message: str, fact: str) -> None:
-        super().__init__(message)
+    def __init__(self, source: str, fact: str, remedy: str) -> None:
+        super().__init__(f"{source}: {fact}; {remedy}")
+        self.source = source
         self.fact = fact
 
 
@@ -66,7 +67,7 @@ class TransformersConfig:
 
     def refuse(self, fact: str, remedy: str) -> NoReturn:
         """Raise an UndescribedSetting."""
-        raise UndescribedSetting(f"{self.source}: {fact}; {remedy}", fact)
+        raise UndescribedSetting(self.source, fact, remedy)
 
     def find_key(self, names: Sequence[str], default: Any) -> tuple[str, Any]:
         """Return the name and value of the key that is present, or the first name and `default`.
@@ -307,7 +308,7 @@ def _find_family(config: TransformersConfig) -> ModelFamily:
             if own
             else ""
         )
-        config.fail(
+        config.refuse(
             f"{'architectures' if model_type is None else 'model_type'} {name!r} is not known{run}",
             families,
         )
