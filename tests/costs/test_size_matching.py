@@ -184,6 +184,12 @@ def test_the_largest_valid_size_is_found_with_few_counts(largest):
     assert len(search.counts) < 5000
 
 
+def test_a_count_that_the_last_doubling_reaches_is_found():
+    """Sizes 1024, 2048 and 4096 are tried, and the last has the count itself."""
+    search = SizeSearch(lambda size: 3 * size if size else None, start=1024)
+    assert search.nearest(3 * 4096) == (4096, 3 * 4096)
+
+
 def test_non_monotonic_sizes_are_tried_one_by_one():
     def zigzag(size: int) -> int | None:
         return size * 10 + (size * 7) % 31 * 9 if size else None

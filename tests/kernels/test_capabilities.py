@@ -73,3 +73,20 @@ def test_the_cache_folder_is_that_of_the_desktop(tmp_path: Path, monkeypatch: py
     assert user_cache_folder() == tmp_path / ".cache" / "headwise"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     assert user_cache_folder() == tmp_path / "elsewhere" / "headwise"
+
+
+@pytest.mark.parametrize(
+    ("device", "waited"), [("cpu", []), ("mps", ["mps"]), ("cuda:1", []), ("meta", [])]
+)
+def test_only_an_accelerator_is_waited_for(
+    device: str, waited: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    import torch
+
+    from headwise.kernels import devices
+
+    found: list[str] = []
+    monkeypatch.setattr(devices, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda each: found.append(str(each)))
+    devices.synchronize(torch.device(device))
+    assert found == waited

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..kernels.capabilities import available_memory, this_machine
 from ..kernels.compilation import compile_when_called
+from ..kernels.devices import synchronize
 from ..kernels.linear import linear
 from ..util.errors import SpecError, suggest
 from .flops import TORCH_DTYPES
@@ -162,15 +163,16 @@ def time_run(run: Callable[[], Any], max_seconds: float) -> float:
     """Seconds of the fastest run: repeat for `max_seconds`, at least MIN_RUNS times, after one
     warm-up run.
     """
+    device = torch.device(accelerator_type())
     run()
-    synchronize_device()
+    synchronize(device)
     begun = time.perf_counter()
     best = math.inf
     count = 0
     while True:
         start = time.perf_counter()
         run()
-        synchronize_device()
+        synchronize(device)
         now = time.perf_counter()
         best = min(best, max(now - start, 1e-9))
         count += 1
@@ -181,12 +183,6 @@ def time_run(run: Callable[[], Any], max_seconds: float) -> float:
 def accelerator_type() -> str:
     """Type of the device to measure: "cuda" if torch has a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def synchronize_device() -> None:
-    """Wait until a GPU has finished its work; return at once on a CPU."""
-    if accelerator_type() == "cuda":
-        torch.cuda.synchronize()
 
 
 # --- The roofline ---------------------------------------------------------------------------------

@@ -147,6 +147,15 @@ def exact_device(device: torch.device) -> torch.device:
     return device if has_dtype(device, torch.float64) else torch.device("cpu")
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has finished its work; return at once for other devices, whose
+    calls wait themselves.
+    """
+    accelerator = current_accelerator()
+    if accelerator is not None and device.type == accelerator.type:
+        torch.accelerator.synchronize(device)
+
+
 def free_memory(device: torch.device) -> int | None:
     """Return the bytes that new tensors may fill; None if the device does not say.
 

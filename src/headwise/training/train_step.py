@@ -21,6 +21,7 @@ from ..attention.attention import Attention
 from ..attention.interfaces.core_types import AuxLosses, Probe
 from ..costs.components import list_components
 from ..costs.forward_call import ForwardCall
+from ..kernels.devices import synchronize
 from ..models import Transformer
 from ..models.distributed.sharded_model import ShardedModel
 from ..models.model_spec import ModelSpec, StackSpec, WeightSpec
@@ -539,8 +540,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
             end = time.perf_counter() + PEAK_SECONDS
             while (start := time.perf_counter()) < end:
                 torch.mm(left, right)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
+                synchronize(device)
                 seconds = time.perf_counter() - start
                 rates.append(2 * size**3 / seconds)
             if seconds > PEAK_SECONDS:  # larger ones would take seconds

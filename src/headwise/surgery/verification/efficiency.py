@@ -20,13 +20,13 @@ from ...costs.cost_report import Workload, cost
 from ...costs.counted_model import CountedModel
 from ...costs.workload import image_tokens, max_lengths
 from ...kernels.compilation import compile_when_called
-from ...kernels.devices import dtype_name
+from ...kernels.devices import dtype_name, synchronize
 from ...models import Transformer
 from ...models.generation import eval_mode, max_positions as known
 from ...models.model_spec import ModelSpec
 from ...models.transformer import ModelCache
 from ...observe.inspect.attention_sites import find_attention
-from ...observe.inspect.model_inputs import get_max_length, is_encoder_decoder
+from ...observe.inspect.model_inputs import get_device, get_max_length, is_encoder_decoder
 from ...util.errors import SpecError
 from .model_comparison import (
     JsonRecord,
@@ -505,13 +505,12 @@ def _measure_phase(
 
 
 def _time_run(phase: TimedPhase, net: nn.Module) -> float:
+    device = get_device(net)
     run = phase.prepare(net)
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    synchronize(device)
     start = time.perf_counter()
     run()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    synchronize(device)
     return max(time.perf_counter() - start, 1e-9)
 
 
