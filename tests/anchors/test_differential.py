@@ -181,11 +181,9 @@ def rotated(x: np.ndarray, pairs: str) -> np.ndarray:
     a, b = (x[..., ::2], x[..., 1::2]) if pairs == "interleaved" else np.split(x, 2, -1)
     turned = (a + 1j * b) * np.exp(1j * angles)[None, :, None]
     halves = turned.real, turned.imag
-    return (
-        np.stack(halves, -1).reshape(x.shape)
-        if pairs == "interleaved"
-        else np.concatenate(halves, -1)
-    )
+    if pairs == "interleaved":
+        return np.stack(halves, -1).reshape(x.shape)
+    return np.concatenate(halves, -1)
 
 
 PRESET_X = torch.linspace(-2, 2, 2 * 7 * 48, dtype=torch.float64).sin().view(2, 7, 48)

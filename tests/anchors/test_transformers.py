@@ -100,11 +100,10 @@ def some_ids(tokens: int) -> Tensor:
 def padding(tokens: int, pad: str) -> tuple[hw.SequenceInfo, dict[str, Tensor]]:
     """Our tokens, and the mask that says the same to transformers."""
     x = torch.zeros(B, tokens)
-    at = (
-        hw.SequenceInfo.from_batch(x)
-        if pad == "none"
-        else hw.SequenceInfo.from_batch(x, lengths=LENGTHS[tokens], pad=pad)
-    )
+    if pad == "none":
+        at = hw.SequenceInfo.from_batch(x)
+    else:
+        at = hw.SequenceInfo.from_batch(x, lengths=LENGTHS[tokens], pad=pad)
     live = at.is_real.expand(B, -1)
     if pad != "none" and live.sum(1).tolist() != LENGTHS[tokens]:
         raise ValueError(f"rows of {live.sum(1).tolist()} live tokens, not of {LENGTHS[tokens]}")

@@ -85,11 +85,9 @@ def test_a_query_without_allowed_keys_gives_zero(backend: str, normaliser: objec
     used = layer(backend, normaliser=normaliser, similarity=similarity, bias="qkvo", kv=2)
     z = numbers(2, 7, 10)
     x = z
-    hidden = (
-        torch.tensor([True, False])[:, None, None, None].expand(2, 1, x.shape[1], 7)
-        if mask
-        else None
-    )
+    hidden = None
+    if mask:
+        hidden = torch.tensor([True, False])[:, None, None, None].expand(2, 1, x.shape[1], 7)
     sequence = used.project_source(
         z, sequence=None if mask else hw.SequenceInfo.from_batch(z, lengths=[7, 0])
     )

@@ -93,11 +93,9 @@ def check_blocks(spec, counts_by_backend):
     layer = cases.layer(spec)
     for count, names in boundary_lengths(spec, backends, counts_by_backend):
         x = torch.randn(2, count, spec.model, dtype=torch.float64, requires_grad=True)
-        z = (
-            None
-            if spec.source is None
-            else torch.randn(2, count + 2, spec.source, dtype=torch.float64)
-        )
+        z = None
+        if spec.source is not None:
+            z = torch.randn(2, count + 2, spec.source, dtype=torch.float64)
         for tokens in filled(x):
             layer.backend_name = "dense"
             y = layer(x, source=z, sequence=tokens)

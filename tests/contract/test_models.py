@@ -26,11 +26,9 @@ def preset(name: str) -> hw.AttentionSpec:
 
 
 def decodable(spec: hw.AttentionSpec) -> hw.AttentionSpec:
-    return (
-        spec
-        if spec.pattern.tokens_before_decode == 0
-        else replace(spec, pattern=hw.patterns.Causal())
-    )
+    if spec.pattern.tokens_before_decode == 0:
+        return spec
+    return replace(spec, pattern=hw.patterns.Causal())
 
 
 def crossed(spec: hw.AttentionSpec) -> hw.AttentionSpec:

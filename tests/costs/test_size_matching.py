@@ -159,11 +159,9 @@ def test_a_match_reports_the_chosen_size():
 )
 def test_a_search_equals_exhaustive_search(shape, stride, bound, expected, times):
     def count(size: int) -> int | None:
-        return (
-            shape(size)
-            if size > 0 and size % stride == 0 and (bound is None or size <= bound)
-            else None
-        )
+        if size > 0 and size % stride == 0 and (bound is None or size <= bound):
+            return shape(size)
+        return None
 
     search = SizeSearch(count, start=stride * times)
     size, found = search.nearest(expected)

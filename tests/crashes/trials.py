@@ -196,11 +196,9 @@ class Bench:
             for one in command.results
             if (out / one).read_bytes() != (baseline.new / one).read_bytes()
         ]
-        return (
-            f"given again, {different[0]} differs"
-            if different
-            else _check_parts(command, baseline, out)
-        )
+        if different:
+            return f"given again, {different[0]} differs"
+        return _check_parts(command, baseline, out)
 
 
 def _continues(command: Command) -> bool:

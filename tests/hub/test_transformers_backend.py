@@ -167,11 +167,8 @@ def defined(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
         g, row = h * groups // heads, []
         for j in range(keys):
             s = options.get("scaling", dim**-0.5) * float(q[b, h, t].double() @ k[b, g, j].double())
-            s = (
-                options["softcap"] * math.tanh(s / options["softcap"])
-                if "softcap" in options
-                else s
-            )
+            if "softcap" in options:
+                s = options["softcap"] * math.tanh(s / options["softcap"])
             s += sum(float(grid[b, h, t, j]) for grid in grids)
             row.append(-math.inf if options.get("is_causal") and j > t else s)
         sink = [float(options["s_aux"][h])] if "s_aux" in options else []

@@ -292,11 +292,9 @@ def test_resized_checkpoints_ask_for_nothing(stub: StubProcess, tmp_path: Path):
         tmp_path / "model", _attn_implementation="flash_attention_2", auto_map={"AutoModel": "a.B"}
     )
     net = hw.load(folder)
-    texts = (
-        [hw.ExampleReader.from_model(net).read_ids([1, 2, 3])]
-        if hasattr(hw.ExampleReader, "from_model")
-        else []
-    )
+    texts = []
+    if hasattr(hw.ExampleReader, "from_model"):
+        texts = [hw.ExampleReader.from_model(net).read_ids([1, 2, 3])]
     smaller = prune(net, DropHeads((("decoder.0.attention", 1),)), texts).after
     written = write_model_folder(smaller, folder, tmp_path / "smaller", {})
     assert written.kind == "resized"

@@ -299,11 +299,9 @@ def equality_of(call: Call, name: str, special: Tensor, plain: Tensor) -> str:
     except ValueError as error:
         return f"ValueError: {error}"
     pairs = [(found, expected)] if isinstance(found, Tensor) else zip(found, expected, strict=True)
-    return (
-        "equal"
-        if all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs)
-        else "different"
-    )
+    if all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs):
+        return "equal"
+    return "different"
 
 
 def make_cases() -> Iterator[tuple[str, Callable[[], str]]]:

@@ -257,11 +257,9 @@ def brute(experts_spec: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
             y = y + experts_spec.scale * weight * (p.expert.down[expert] @ inner)
         out.append(y)
     y = torch.stack(out).view(x.shape)
-    return (
-        y
-        if experts_spec.shared is None
-        else y + F.linear(F.relu(F.linear(x, p.shared.up)), p.shared.down)
-    )
+    if experts_spec.shared is None:
+        return y
+    return y + F.linear(F.relu(F.linear(x, p.shared.up)), p.shared.down)
 
 
 GROUPS = [(1, 1, "max"), (3, 2, "max"), (3, 1, "top2"), (3, 2, "top2"), (2, 2, "top2")]

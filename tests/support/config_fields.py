@@ -349,11 +349,9 @@ def make_inputs(base: ConfigBase, config: Any) -> dict[str, Tensor]:
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         return {"pixel_values": torch.randn(2, channels, height, width, generator=draw)}
     ids = torch.randint(8, 40, (2, 11), generator=draw)
-    return (
-        {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
-        if base.inputs == "both"
-        else {"input_ids": ids}
-    )
+    if base.inputs == "both":
+        return {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
+    return {"input_ids": ids}
 
 
 RANDOM_BUFFERS = ("final_logits_bias", "e_score_correction_bias")

@@ -168,11 +168,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         keys -= int(self.bias_k is not None)
         allowed: Tensor | None = None
         bias: Tensor | None = None
-        masks = (
-            []
-            if attn_mask is None
-            else [_view_mask("attn_mask", attn_mask, (batch, heads, queries, keys))]
-        )
+        masks = []
+        if attn_mask is not None:
+            masks = [_view_mask("attn_mask", attn_mask, (batch, heads, queries, keys))]
         if key_padding_mask is not None:
             padding = key_padding_mask if key_padding_mask.dim() == 2 else key_padding_mask[None]
             if padding.shape != (batch, keys):

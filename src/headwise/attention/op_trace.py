@@ -163,11 +163,9 @@ def walk(
         layer = Attention(spec, backend="dense").eval()
         layer.parts = _SeparateProjections(spec, layer.weights)
         x_BTD = torch.randn(batch, tokens, spec.model)
-        z_BSE = (
-            None
-            if source_tokens is None
-            else torch.randn(batch, source_tokens, spec.source or spec.model)
-        )
+        z_BSE = None
+        if source_tokens is not None:
+            z_BSE = torch.randn(batch, source_tokens, spec.source or spec.model)
         recorder = _Recorder()
         recorder.begin("x", x_BTD)
         if z_BSE is not None:

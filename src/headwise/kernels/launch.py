@@ -240,11 +240,8 @@ class KernelSet:
         jit = import_module(f"{__package__}.jit")
         record_name = self.functions[name][1].record_name()
         function = self.functions[name][0]
-        function = (
-            getattr(import_module(f"{__package__}.{self.module}"), function)
-            if isinstance(function, str)
-            else function
-        )
+        if isinstance(function, str):
+            function = getattr(import_module(f"{__package__}.{self.module}"), function)
         is_parallel = isinstance(self, ParallelKernelSet)
         return jit.compile_kernel(
             function, record_name, name, dtype_name, is_parallel, only_from_disk

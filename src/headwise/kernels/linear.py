@@ -157,11 +157,9 @@ def multiply_small_batch(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     >>> multiply_small_batch(torch.ones(2, 16), [torch.eye(16)[:1], torch.ones(2, 16)]).tolist()
     [[1.0, 16.0, 16.0], [1.0, 16.0, 16.0]]
     """
-    return (
-        _launch_gemv(x_MK, matrices)
-        if can_skip_dispatcher(x_MK, *matrices)
-        else _small_batch_matmul_op(x_MK, matrices)
-    )
+    if can_skip_dispatcher(x_MK, *matrices):
+        return _launch_gemv(x_MK, matrices)
+    return _small_batch_matmul_op(x_MK, matrices)
 
 
 @torch.library.custom_op("headwise::small_batch_matmul", mutates_args=(), device_types="cpu")

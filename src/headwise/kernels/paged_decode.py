@@ -460,11 +460,9 @@ def attend_paged_reference(
         s_BHS = s_BHS + bias.to(q.dtype)
         allowed = allowed & (bias != -torch.inf)
     s_BHS = s_BHS.masked_fill(~allowed, -torch.inf)
-    scores_and_sink = (
-        s_BHS
-        if not sink.numel()
-        else torch.cat([s_BHS, sink.to(q.dtype)[:, None].expand(len(q), -1, 1)], -1)
-    )
+    scores_and_sink = s_BHS
+    if sink.numel():
+        scores_and_sink = torch.cat([s_BHS, sink.to(q.dtype)[:, None].expand(len(q), -1, 1)], -1)
     log_sums = scores_and_sink.logsumexp(-1)
     w_BHS = (s_BHS - log_sums.masked_fill(log_sums == -torch.inf, 0.0)[..., None]).exp()
     o = (w_BHS.unflatten(1, (-1, group_size)) @ values).flatten(1, 2)

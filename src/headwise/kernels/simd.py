@@ -509,11 +509,9 @@ def _round_to_bfloat16(builder: Any, value: Any, is_vector: bool) -> Any:
     """Round float32 to bfloat16 bits, to nearest, ties to even; NaN stays NaN."""
 
     def constant(kind: ir.Type, bits: int) -> ir.Constant:
-        return (
-            ir.Constant(ir.VectorType(kind, SIMD_WIDTH), [bits] * SIMD_WIDTH)
-            if is_vector
-            else kind(bits)
-        )
+        if is_vector:
+            return ir.Constant(ir.VectorType(kind, SIMD_WIDTH), [bits] * SIMD_WIDTH)
+        return kind(bits)
 
     bits = builder.bitcast(value, ir.VectorType(INT32, SIMD_WIDTH) if is_vector else INT32)
     rounding = builder.add(

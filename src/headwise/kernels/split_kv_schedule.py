@@ -137,11 +137,9 @@ def max_rows_together(args, num_splits):
     no result.
     """
     threads = args.num_items
-    return (
-        MAX_ROWS_TOGETHER
-        if threads == 1
-        else max(1, min(MAX_ROWS_TOGETHER, num_splits // (2 * threads)))
-    )
+    if threads == 1:
+        return MAX_ROWS_TOGETHER
+    return max(1, min(MAX_ROWS_TOGETHER, num_splits // (2 * threads)))
 
 
 @njit

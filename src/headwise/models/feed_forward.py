@@ -200,11 +200,11 @@ class FeedForward(HasParallelContext, SpecModule):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, in the shape of `x`: [..., model]."""
         x = self.parallel.copy_to_heads(x)
-        fused = (
-            linear_many(x, [cast(Tensor, self.get_weight(name)) for name in self._fused_names])
-            if self._fused_names
-            else ()
-        )
+        fused = ()
+        if self._fused_names:
+            fused = linear_many(
+                x, [cast(Tensor, self.get_weight(name)) for name in self._fused_names]
+            )
         projections = dict(zip(self._fused_names, fused, strict=True))
         hidden = self.join(
             lambda name: projections[name] if name in projections else self.linear(x, name)
@@ -233,11 +233,9 @@ class ExpertFeedForwards(HasParallelContext, SpecModule):
         """
 
         def project(x: Tensor, name: str) -> Tensor:
-            bias = (
-                self.get_weight(f"{name}_bias")
-                if name != "down" or self.parallel.adds_output_bias
-                else None
-            )
+            bias = None
+            if name != "down" or self.parallel.adds_output_bias:
+                bias = self.get_weight(f"{name}_bias")
             y = torch.matmul(x, getattr(self, name)[expert].mT)
             return y if bias is None else y + bias[expert].unsqueeze(-2)
 

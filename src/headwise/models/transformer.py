@@ -428,11 +428,9 @@ def resolve_sequence(
     tokens, else from 0.
     """
     if sequence is None:
-        return (
-            SequenceInfo.contiguous(0, h.shape[1], h.device)
-            if cache is None
-            else cache.next_positions(h.shape[1])
-        )
+        if cache is None:
+            return SequenceInfo.contiguous(0, h.shape[1], h.device)
+        return cache.next_positions(h.shape[1])
     shape = tuple(sequence.position.shape)
     if (
         shape[0] not in (1, h.shape[0])

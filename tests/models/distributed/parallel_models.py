@@ -260,8 +260,6 @@ def check_context_parallel(
 def real_tokens(batch: Batch) -> Tensor:
     """Which tokens are not padding [B, T]."""
     shape = batch.x.shape[:2]
-    return (
-        torch.ones(shape, dtype=torch.bool)
-        if batch.tokens is None
-        else batch.tokens.is_real.expand(shape)
-    )
+    if batch.tokens is None:
+        return torch.ones(shape, dtype=torch.bool)
+    return batch.tokens.is_real.expand(shape)

@@ -197,11 +197,9 @@ def test_a_number_that_is_rounded_up_draws_no_impossible_token():
 def decodable(name: str) -> hw.AttentionSpec:
     small = {"mla": {"project": hw.parts.MLAProjection(rank=8, rope=4), "dim": 6}}.get(name, {})
     spec = hw.design(preset=name, **({"model": MODEL, "heads": 4, **small}))
-    return (
-        spec
-        if spec.pattern.tokens_before_decode == 0
-        else replace(spec, pattern=hw.patterns.Causal())
-    )
+    if spec.pattern.tokens_before_decode == 0:
+        return spec
+    return replace(spec, pattern=hw.patterns.Causal())
 
 
 SPECS = {name: decodable(name) for name in hw.PRESETS}

@@ -27,11 +27,9 @@ FEW = settings(max_examples=settings().max_examples // 8, deadline=None)
 
 def causal(preset: str) -> hw.AttentionSpec:
     """A preset, tiny and decodable."""
-    result = (
-        {}
-        if hw.design(preset=preset, model=MODEL, heads=4).pattern.tokens_before_decode == 0
-        else {"pattern": "causal()"}
-    )
+    result = {}
+    if hw.design(preset=preset, model=MODEL, heads=4).pattern.tokens_before_decode != 0:
+        result = {"pattern": "causal()"}
     small = {"dim": 4, "project": hw.parts.MLAProjection(rank=6, rope=2)} if preset == "mla" else {}
     return hw.design(preset=preset, model=MODEL, heads=4, **small, **result)
 

@@ -287,11 +287,10 @@ def _signature_report(call: CallSignature, tokens: str, size: CallSize | None) -
     spec = call.spec
     project = call.spec.projection_form(call.single_query)
     reasons = backends.unsupported_reasons_by_backend(call)
-    slower = (
-        {name: never_preferred_reasons(name, call) for name in reasons}
-        if size is None
-        else slower_reasons_by_backend(call, size)
-    )
+    if size is None:
+        slower = {name: never_preferred_reasons(name, call) for name in reasons}
+    else:
+        slower = slower_reasons_by_backend(call, size)
     reasons = {name: own_reasons or slower[name] for name, own_reasons in reasons.items()}
     notes = {
         name: [] if own_reasons else backends.backend_notes(name, call)
@@ -330,19 +329,15 @@ def _answer(report: CallReport, name: str) -> str:
     if report.groups:
         return "supports this call; one call per pattern is preferred"
     if report.size is not None or len(report.length_ranges) < 2:
-        return (
-            "runs this call"
-            if name == report.backend
-            else f"supports this call; {report.backend} is preferred"
-        )
+        if name == report.backend:
+            return "runs this call"
+        return f"supports this call; {report.backend} is preferred"
     starts = [least for least, _ in report.length_ranges]
     ranges = zip(report.length_ranges, [*starts[1:], None], strict=True)
     lengths = [_length_range(least, end) for (least, runs), end in ranges if runs == name]
-    return (
-        f"runs calls of {' and '.join(lengths)} keys"
-        if lengths
-        else "supports this call; never preferred"
-    )
+    if lengths:
+        return f"runs calls of {' and '.join(lengths)} keys"
+    return "supports this call; never preferred"
 
 
 def _length_range(least: int, end: int | None) -> str:

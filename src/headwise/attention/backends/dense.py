@@ -24,11 +24,9 @@ from .core_interface import (
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
     """Why this call cannot run here."""
-    return (
-        ["needs cached keys and values; this layer caches a recurrent state"]
-        if call.has_recurrent_state
-        else []
-    )
+    if call.has_recurrent_state:
+        return ["needs cached keys and values; this layer caches a recurrent state"]
+    return []
 
 
 mask_conflicts = no_mask_conflicts

@@ -227,11 +227,9 @@ class PackedDispatch:
         name = self.groups.select(group.mask, *group.q.shape[:2])
         longest = max(group.mask.queries.count, group.mask.keys.count)
         short = longest <= MAX_DENSE_LENGTH and self.groups.signature.device == "cpu"
-        return (
-            "dense"
-            if short and name in SLOWER_THAN_DENSE_IF_SHORT and not self.groups.is_named_by_caller
-            else name
-        )
+        if short and name in SLOWER_THAN_DENSE_IF_SHORT and not self.groups.is_named_by_caller:
+            return "dense"
+        return name
 
 
 def make_dispatch(call: CallSignature, backend_name: str | None = None) -> CoreDispatch:
@@ -384,8 +382,6 @@ def _refusal(reasons_by_backend: dict[str, list[str]], is_named: bool) -> str:
     listed = "; ".join(
         f"{name}: {', '.join(reasons)}" for name, reasons in reasons_by_backend.items()
     )
-    return (
-        f"the requested backend does not support this call: {listed}"
-        if is_named
-        else f"no backend supports this call: {listed}"
-    )
+    if is_named:
+        return f"the requested backend does not support this call: {listed}"
+    return f"no backend supports this call: {listed}"

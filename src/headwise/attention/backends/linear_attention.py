@@ -49,11 +49,9 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
     """Why another backend is preferred at this size; calls with a recurrent state run here at every
     size.
     """
-    return (
-        []
-        if call.has_recurrent_state
-        else call.slower_below("linear", size, "every score takes less time")
-    )
+    if call.has_recurrent_state:
+        return []
+    return call.slower_below("linear", size, "every score takes less time")
 
 
 mask_conflicts = no_mask_conflicts

@@ -40,11 +40,9 @@ def find_dilation(pattern: Pattern) -> int:
         return pattern.rate
     if isinstance(pattern, And):
         return lcm(find_dilation(pattern.left), find_dilation(pattern.right))
-    return (
-        gcd(find_dilation(pattern.left), find_dilation(pattern.right))
-        if isinstance(pattern, Or)
-        else 1
-    )
+    if isinstance(pattern, Or):
+        return gcd(find_dilation(pattern.left), find_dilation(pattern.right))
+    return 1
 
 
 def split_by_residue(count: int, positions: range) -> list[range]:

@@ -136,19 +136,15 @@ def attend_spans(
     if cap is not None:
         steps = replace(steps, scores=steps.scores[1:])
     exact = torch.promote_types(inputs.q.dtype, torch.float32)
-    bias = (
-        steps.additive_bias(inputs._replace(q=inputs.q.to(exact)))[:, :, 0]
-        if steps.scores
-        else None
-    )
+    bias = None
+    if steps.scores:
+        bias = steps.additive_bias(inputs._replace(q=inputs.q.to(exact)))[:, :, 0]
     if hidden is not None:
         zero = inputs.q.new_zeros(()) if bias is None else bias
         bias = torch.where(hidden, -torch.inf, zero)
-    scales = (
-        [inputs.kv_entry[f"{side}.scale"].transpose(1, 2) for side in "kv"]
-        if reads_quantized_cache(call)
-        else [None, None]
-    )
+    scales = [None, None]
+    if reads_quantized_cache(call):
+        scales = [inputs.kv_entry[f"{side}.scale"].transpose(1, 2) for side in "kv"]
     options = PagedDecodeOptions(
         bias, steps.sinks, *scales, softcap=0.0 if cap is None else cap.limit
     )

@@ -102,11 +102,11 @@ def group_inputs(plan: VarlenPlan, inputs: CoreInputs) -> Iterator[CoreInputs]:
     shares_q = query_context.q_BTHK is inputs.q or not needs_context
     raw_q_groups = q_groups if shares_q else plan.queries.gather_groups(query_context.q_BTHK)
     x_groups = plan.queries.gather_groups(query_context.x_BTD) if needs_context else raw_q_groups
-    entry_groups = (
-        {name: plan.keys.gather_groups(entry) for name, entry in inputs.kv_entry.items()}
-        if needs_context
-        else {}
-    )
+    entry_groups = {}
+    if needs_context:
+        entry_groups = {
+            name: plan.keys.gather_groups(entry) for name, entry in inputs.kv_entry.items()
+        }
     gate_groups = [
         plan.queries.gather_groups(gate.detach()) if gate.dim() > 3 else [gate] * len(plan.groups)
         for gate in inputs.gates

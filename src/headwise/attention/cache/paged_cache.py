@@ -90,11 +90,9 @@ class RowPages:
         pages = self._as_tensor(
             [[*table.values(), *[self.empty] * (max_pages - len(table))] for table in tables]
         )
-        common_pages = (
-            [*tables[0]]
-            if tables and len(set(ends)) == 1 and all([*t] == [*tables[0]] for t in tables)
-            else None
-        )
+        common_pages = None
+        if tables and len(set(ends)) == 1 and all([*t] == [*tables[0]] for t in tables):
+            common_pages = [*tables[0]]
         if common_pages and common_pages == list(
             range(common_pages[0], common_pages[0] + max_pages)
         ):

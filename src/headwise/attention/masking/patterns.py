@@ -127,11 +127,9 @@ class Global(Pattern):
         return None if self.positions else 0
 
     def spans(self, i: int, keys: range) -> list[range]:
-        return (
-            [keys]
-            if i in self.positions
-            else [range(at, at + 1) for at in self.positions if at in keys]
-        )
+        if i in self.positions:
+            return [keys]
+        return [range(at, at + 1) for at in self.positions if at in keys]
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:
         edges = one_key_edges(self.positions)

@@ -327,11 +327,9 @@ class AttentionMask:
         if self.mask is None and self.keys.num_visible is not None:
             slot = torch.arange(self.keys.count, device=self.keys.position.device)
             filled = (slot < self.keys.num_visible)[None, None, None]
-            return (
-                filled & allowed_by_head(self.pattern, self.i, self.j)
-                if self.differs_by_head
-                else filled
-            )
+            if self.differs_by_head:
+                return filled & allowed_by_head(self.pattern, self.i, self.j)
+            return filled
         query_segment = self.queries.segment[:, None, :, None]
         key_segment = self.keys.segment[:, None, None, :]
         allowed = (

@@ -110,11 +110,9 @@ class DynamicComposition(Mix):
                 )
 
     def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
-        return (
-            self
-            if self._is_one_group
-            else replace(self, groups=1, members=self._group_size(spec.heads.q))
-        )
+        if self._is_one_group:
+            return self
+        return replace(self, groups=1, members=self._group_size(spec.heads.q))
 
     @property
     def _is_one_group(self) -> bool:
@@ -245,11 +243,9 @@ class DynamicComposition(Mix):
             )
         if "static" in p:
             mixed = mixed + self._static_mix(a_BHTS, p)
-        return (
-            self._select_outputs(mixed, p)
-            if self._target == "q" and self.on == "weights"
-            else mixed
-        )
+        if self._target == "q" and self.on == "weights":
+            return self._select_outputs(mixed, p)
+        return mixed
 
     def fused_mix(self, a_BHTS: Tensor, factors: MixFactors, p: PartParams) -> Tensor:
         if not composing.HEAD_MIXING_KERNELS.can_run(a_BHTS):

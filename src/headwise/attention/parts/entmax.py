@@ -87,11 +87,9 @@ class Entmax(Normaliser):
         if s_BHTS.shape[-1] == 0:
             return s_BHTS
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
-        alpha = (
-            _alpha_of_parameter(p.broadcast_over_scores()["a"].to(exact.dtype))
-            if self.kind == "learned"
-            else self.alpha
-        )
+        alpha = self.alpha
+        if self.kind == "learned":
+            alpha = _alpha_of_parameter(p.broadcast_over_scores()["a"].to(exact.dtype))
         w_BHTS: Any = _EntmaxFunction.apply(exact, allowed, alpha)
         return w_BHTS.to(s_BHTS.dtype)
 
@@ -191,11 +189,10 @@ class _EntmaxFunction(torch.autograd.Function):
         # have a finite one.
         top = s_BHTS.amax(-1, keepdim=True).clamp(min=torch.finfo(s_BHTS.dtype).min)
         x_BHTS = (s_BHTS - top).mul_(alpha - 1)
-        tau = (
-            _solve_tau_newton(x_BHTS, alpha)
-            if isinstance(alpha, Tensor) or alpha <= 2
-            else _solve_tau_bisection(x_BHTS, alpha)
-        )
+        if isinstance(alpha, Tensor) or alpha <= 2:
+            tau = _solve_tau_newton(x_BHTS, alpha)
+        else:
+            tau = _solve_tau_bisection(x_BHTS, alpha)
         w_BHTS = x_BHTS.sub_(tau).clamp_(min=0) ** (1 / (alpha - 1))
         return w_BHTS / _safe_row_sum(w_BHTS.sum(-1, keepdim=True))
 

@@ -97,11 +97,9 @@ class SumMerge(Merge):
             )
 
     def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
-        return (
-            replace(self, heads=self.heads or len(spec.score_head_of_output))
-            if self.of == "mean"
-            else self
-        )
+        if self.of == "mean":
+            return replace(self, heads=self.heads or len(spec.score_head_of_output))
+        return self
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         learned = self.output == "learned"

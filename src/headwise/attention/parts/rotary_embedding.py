@@ -145,11 +145,10 @@ class YaRN(RotaryScaling):
         return default if self.attention_factor is None else self.attention_factor
 
     def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
-        fractions = (
-            self._fractions_by_rotations(plain)
-            if self.ramp == "paper"
-            else self._fractions_by_index(plain, base, dims)
-        )
+        if self.ramp == "paper":
+            fractions = self._fractions_by_rotations(plain)
+        else:
+            fractions = self._fractions_by_index(plain, base, dims)
         return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, fractions, strict=True)]
 
     def _fractions_by_rotations(self, plain: list[float]) -> list[float]:

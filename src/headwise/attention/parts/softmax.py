@@ -42,11 +42,9 @@ class Softmax(Normaliser):
         return s_BHTS.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0.0)
 
     def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
-        return (
-            row_normalisers.masked_softmax(s_BHTS, allowed)
-            if row_normalisers.SOFTMAX_KERNELS.can_run(s_BHTS)
-            else self.normalise(s_BHTS, allowed, p)
-        )
+        if row_normalisers.SOFTMAX_KERNELS.can_run(s_BHTS):
+            return row_normalisers.masked_softmax(s_BHTS, allowed)
+        return self.normalise(s_BHTS, allowed, p)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

@@ -267,11 +267,9 @@ class AttentionSpec:
         layer's input with weights of each head to get scores (`LearnedScores` with kind="dense"),
         or if some key or value head belongs to such heads alone, the core computes all.
         """
-        return (
-            self._find_core_score_heads()
-            if self._core_score_heads is None
-            else self._core_score_heads
-        )
+        if self._core_score_heads is None:
+            return self._find_core_score_heads()
+        return self._core_score_heads
 
     def _find_core_score_heads(self) -> tuple[int, ...]:
         heads = self.heads
@@ -301,11 +299,9 @@ class AttentionSpec:
     @property
     def core_rows(self) -> tuple[int, ...]:
         """The weight rows of the core: one per score head, or the rows that these are mixed to."""
-        return (
-            self.core_score_heads
-            if self.heads.rows == self.heads.q
-            else tuple(range(self.heads.rows))
-        )
+        if self.heads.rows == self.heads.q:
+            return self.core_score_heads
+        return tuple(range(self.heads.rows))
 
     @property
     def _makes_scores_from_input(self) -> bool:

@@ -136,11 +136,9 @@ class Heads:
             )
         }
         args = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        return (
-            f"Heads.grouped({args})"
-            if grouped and not self.score_head_of_output
-            else f"Heads({args})"
-        )
+        if grouped and not self.score_head_of_output:
+            return f"Heads.grouped({args})"
+        return f"Heads({args})"
 
 
 def _positive(name: str, value: object) -> None:

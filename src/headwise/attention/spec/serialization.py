@@ -50,11 +50,9 @@ def _plain(value: Any) -> Any:
             if name not in defaults or defaults[name] != v
         }
         return {"part": type(value).__name__} | options
-    return (
-        [_plain(item) for item in check_list("", value)]
-        if isinstance(value, (tuple, list))
-        else value
-    )
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in check_list("", value)]
+    return value
 
 
 def check_table(where: str, value: Any) -> dict[str, Any]:

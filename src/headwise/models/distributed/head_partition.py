@@ -236,11 +236,9 @@ def _kept_indices(
     sublayer = ".".join(w.name.split(".")[:3])
     by_axis: IndicesByAxis = cuts[sublayer].by_axis if sublayer in cuts else {}
     if w.role == "feed":
-        by_axis = (
-            {"hidden": _range_of_rank(w.axis_sizes["hidden"], rank, count)}
-            if "hidden" in w.layout.axes
-            else {}
-        )
+        by_axis = {}
+        if "hidden" in w.layout.axes:
+            by_axis = {"hidden": _range_of_rank(w.axis_sizes["hidden"], rank, count)}
     return {axis: indices for axis, indices in by_axis.items() if axis in w.layout.axes}
 
 

@@ -85,11 +85,9 @@ class TensorContextParallel(ParallelContext):
             yield
 
     def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
-        return (
-            self._rank_rng(self.tensor.rank)
-            if training and self.tensor
-            else SINGLE_PROCESS.head_local_rng(training)
-        )
+        if training and self.tensor:
+            return self._rank_rng(self.tensor.rank)
+        return SINGLE_PROCESS.head_local_rng(training)
 
     def aux_losses(self, losses: AuxLosses | None) -> AuxLosses | None:
         return None if losses is None else replace(losses, group=self)

@@ -233,11 +233,9 @@ def join_process_group() -> Iterator[ProcessInfo]:
     except RuntimeError as error:
         if not _is_communication_error(error):
             raise
-        reason = (
-            f"did not answer for {COLLECTIVE_TIMEOUT}"
-            if "timed out" in str(error).lower()
-            else "ended"
-        )
+        reason = "ended"
+        if "timed out" in str(error).lower():
+            reason = f"did not answer for {COLLECTIVE_TIMEOUT}"
         problem = f"rank {launch.rank} waited for another rank, which {reason}"
         raise ConnectionError(
             f"{problem}; saved checkpoints are intact, continue with the same command and --resume"

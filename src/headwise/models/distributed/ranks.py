@@ -67,11 +67,10 @@ class ProcessMesh:
             return
         num_devices = torch.cuda.device_count()
         if self.device.index is not None or launch.local >= num_devices:
-            problem = (
-                f"device={str(self.device)!r} for every rank"
-                if self.device.index is not None
-                else f"{num_devices} GPUs"
-            )
+            if self.device.index is not None:
+                problem = f"device={str(self.device)!r} for every rank"
+            else:
+                problem = f"{num_devices} GPUs"
             raise SpecError(
                 f"{problem} cannot serve {self.size} ranks; give device='cuda' and one GPU per "
                 "rank, or 'cpu'"

@@ -111,11 +111,9 @@ class ShardedModel:
         of these.
         """
         rows = self.world.shard(batch, "data", "shards")
-        return (
-            rows
-            if self.context is None
-            else rows._replace(batch=shard_tokens(rows.batch, self.context))
-        )
+        if self.context is None:
+            return rows
+        return rows._replace(batch=shard_tokens(rows.batch, self.context))
 
     # --- gradients ---
 

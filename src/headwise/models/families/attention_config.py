@@ -112,11 +112,9 @@ class RopeConfig:
         its square.
         """
         of = self.table.values.get("mscale_all_dim")
-        return (
-            self._mscale(self.table.read_float("mscale_all_dim", default=1.0))
-            if of and self.rope_type != "default"
-            else 1.0
-        )
+        if of and self.rope_type != "default":
+            return self._mscale(self.table.read_float("mscale_all_dim", default=1.0))
+        return 1.0
 
     def _mscale(self, of: float) -> float:
         return 0.1 * of * math.log(self.factor) + 1 if self.factor > 1 else 1.0

@@ -105,11 +105,9 @@ class TransformersConfig:
         self, *names: str, default: int | None = None, maximum: int | None = None
     ) -> int | None:
         """Return an integer, or None if the key is null, or missing and `default` is None."""
-        return (
-            None
-            if self.find_key(names, default)[1] is None
-            else self.read_int(*names, default=default or 1, maximum=maximum)
-        )
+        if self.find_key(names, default)[1] is None:
+            return None
+        return self.read_int(*names, default=default or 1, maximum=maximum)
 
     def read_float(self, *names: str, default: float) -> float:
         """Return a positive finite number."""
@@ -303,11 +301,9 @@ def _find_family(config: TransformersConfig) -> ModelFamily:
     if name not in FAMILIES:
         families = suggest(name.lower(), FAMILIES)
         own = next((key for key in REMOTE_CODE_KEYS if config.values.get(key)), "")
-        run = (
-            f" and {own}, which would run code shipped with the model, is not followed"
-            if own
-            else ""
-        )
+        run = ""
+        if own:
+            run = f" and {own}, which would run code shipped with the model, is not followed"
         config.refuse(
             f"{'architectures' if model_type is None else 'model_type'} {name!r} is not known{run}",
             families,
@@ -362,11 +358,9 @@ def select_heads(
 def read_num_labels(config: TransformersConfig, default: int = 2) -> int:
     """Return the number of classes of a classifier: the length of `id2label`, or `num_labels`."""
     named = config.read_table("id2label")
-    return (
-        len(named.values)
-        if named and named.values
-        else config.read_int("num_labels", default=default, minimum=1)
-    )
+    if named and named.values:
+        return len(named.values)
+    return config.read_int("num_labels", default=default, minimum=1)
 
 
 def read_tied_stack(config: TransformersConfig, stack: str, default: bool) -> str:

@@ -133,11 +133,9 @@ class IncrementalDetokenizer:
         try:
             decoded = self.words.text([*self._settled, *self._pending])
             # Emitted text stays, even if the tokenizer now decodes its bytes differently.
-            return (
-                decoded[len(self._settled_text) :]
-                if decoded.startswith(self._settled_text)
-                else self.words.text(self._pending)
-            )
+            if decoded.startswith(self._settled_text):
+                return decoded[len(self._settled_text) :]
+            return self.words.text(self._pending)
         except SpecError:
             self._pending = []
             raise
@@ -166,11 +164,9 @@ def load_tokenizers(net: Transformer) -> tuple[ModelTokenizer, ModelTokenizer]:
         )
     check_processor(net.spec, usage)
     output_tokenizer = ModelTokenizer(usage.tokenizer, usage.parse_special)
-    source_tokenizer = (
-        output_tokenizer
-        if usage.source_tokenizer is None
-        else ModelTokenizer(usage.source_tokenizer, usage.parse_special)
-    )
+    source_tokenizer = output_tokenizer
+    if usage.source_tokenizer is not None:
+        source_tokenizer = ModelTokenizer(usage.source_tokenizer, usage.parse_special)
     _TOKENIZERS[net] = usage, source_tokenizer, output_tokenizer
     return source_tokenizer, output_tokenizer
 

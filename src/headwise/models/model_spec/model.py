@@ -402,11 +402,9 @@ class ModelSpec(SpecNode):
         own = [stack for stack in self.stacks if stack.embedding and not stack.embedding.table]
         owners = {stack.name: stack for stack in own if stack.embedding and stack.embedding.tokens}
         if table not in owners:
-            remedy = (
-                f"name one of {', '.join(owners)}"
-                if owners
-                else "no stack owns one; leave table out"
-            )
+            remedy = "no stack owns one; leave table out"
+            if owners:
+                remedy = f"name one of {', '.join(owners)}"
             raise SpecError(f"{self.name}: {reader} reads the table of {table!r}; {remedy}")
         embedding = owners[table].embedding
         model = owners[table].model

@@ -210,11 +210,9 @@ class ModelManifest(NamedTuple):
 def read_model_toml(text: str, source: str, defaults: Mapping[str, Any]) -> ModelSpec:
     """Return the model spec of a TOML document: a bare spec or a manifest."""
     table = parse_toml(source, text, TOML_REMEDY)
-    return (
-        ModelManifest.from_toml(text, source).model
-        if "format" in table
-        else from_dict(table, defaults)
-    )
+    if "format" in table:
+        return ModelManifest.from_toml(text, source).model
+    return from_dict(table, defaults)
 
 
 def _read_processor(values: Any, where: str) -> ProcessorSpec:
