@@ -128,18 +128,17 @@ class KeyBand(NamedTuple):
             allowed = allowed & condition
         return allowed
 
-    def span(self, i: int, keys: range) -> range:
-        """The keys in `keys` that query i may attend to."""
+    def spans(self, i: int, keys: range) -> list[range]:
+        """The keys in `keys` that query i may attend to: one range."""
         start = keys.start if self.back is None else max(keys.start, i - self.back)
         ends = [
             end
             for end in (self.high, None if self.ahead is None else i + self.ahead + 1)
             if end is not None
         ]
-        return range(start, min([keys.stop, *ends]))
+        return [range(start, min([keys.stop, *ends]))]
 
-    @property
-    def lines(self) -> BoundaryLines:
+    def lines(self, queries: range, keys: range) -> BoundaryLines:
         """The boundary lines of the band."""
         back = NO_LINES if self.back is None else {-self.back}
         ahead = NO_LINES if self.ahead is None else {self.ahead + 1}

@@ -253,35 +253,37 @@ class Pattern(ABC):
         return count_pairs(self, queries, keys)
 
 
-class BandedPattern(Pattern):
-    """Base class of patterns that are unions of bands; all other methods follow from the bands."""
+class UnionPattern(Pattern):
+    """Base class of unions: a query may attend to the keys that some member allows. All other
+    methods follow from the members.
+    """
 
     @property
     @abstractmethod
-    def bands(self) -> tuple[KeyBand, ...]:
-        """The bands that together form the pattern."""
+    def members(self) -> Sequence[KeyBand | Pattern]:
+        """The bands or patterns that together form the pattern."""
 
     @final
     def allows(self, i: Any, j: Any) -> Any:
-        return any_true(*[band.allows(i, j) for band in self.bands])
+        return any_true(*[member.allows(i, j) for member in self.members])
 
     @final
     @property
     def retention(self) -> KeyRetention:
-        return largest_retention(*(band.retention for band in self.bands))
+        return largest_retention(*(member.retention for member in self.members))
 
     @final
     @property
     def tokens_before_decode(self) -> int | None:
-        return longest_prefix(*(band.tokens_before_decode for band in self.bands))
+        return longest_prefix(*(member.tokens_before_decode for member in self.members))
 
     @final
     def spans(self, i: int, keys: range) -> list[range]:
-        return spans_covered((band.span(i, keys) for band in self.bands), 1)
+        spans = (member.spans(i, keys) for member in self.members)
+        return spans_covered(chain.from_iterable(spans), 1)
 
-    @final
     def lines(self, queries: range, keys: range) -> BoundaryLines:
-        return reduce(BoundaryLines.join, (band.lines for band in self.bands))
+        return reduce(BoundaryLines.join, (member.lines(queries, keys) for member in self.members))
 
 
 @dataclass(frozen=True, repr=False)
@@ -305,7 +307,6 @@ class CombinedPattern(Pattern):
             object.__setattr__(self, "left", type(self)(self.left, self.right.left))
             object.__setattr__(self, "right", self.right.right)
 
-    @final
     def lines(self, queries: range, keys: range) -> BoundaryLines:
         return self.left.lines(queries, keys).join(self.right.lines(queries, keys))
 
@@ -341,7 +342,7 @@ class And(CombinedPattern):
 
 
 @dataclass(frozen=True, repr=False)
-class Or(CombinedPattern):
+class Or(CombinedPattern, UnionPattern):
     """A query may attend to the keys that either pattern allows; the cache keeps what either needs.
 
     >>> from headwise.attention.masking.patterns import First, Window
@@ -349,19 +350,9 @@ class Or(CombinedPattern):
     [0, 1, 6, 7, 8]
     """
 
-    def allows(self, i: Any, j: Any) -> Any:
-        return self.left.allows(i, j) | self.right.allows(i, j)
-
     @property
-    def retention(self) -> KeyRetention:
-        return largest_retention(self.left.retention, self.right.retention)
-
-    @property
-    def tokens_before_decode(self) -> int | None:
-        return longest_prefix(self.left.tokens_before_decode, self.right.tokens_before_decode)
-
-    def spans(self, i: int, keys: range) -> list[range]:
-        return spans_covered([*self.left.spans(i, keys), *self.right.spans(i, keys)], 1)
+    def members(self) -> tuple[Pattern, Pattern]:
+        return self.left, self.right
 
 
 def _combine(kind: type[And] | type[Or], left: Pattern, right: Pattern) -> Pattern:
@@ -379,7 +370,7 @@ def _combine(kind: type[And] | type[Or], left: Pattern, right: Pattern) -> Patte
 
 
 @dataclass(frozen=True, repr=False)
-class PerHead(Pattern):
+class PerHead(UnionPattern):
     """Heads with different patterns: score head h has the pattern ``patterns[pattern_of_head[h]]``.
 
     Examples: dilated and undilated heads (Longformer, 2004.05150), different random blocks per head
@@ -450,26 +441,9 @@ class PerHead(Pattern):
             (pattern, tuple(own)) for pattern, own in zip(self.patterns, by_pattern, strict=True)
         )
 
-    def allows(self, i: Any, j: Any) -> Any:
-        return any_true(*(pattern.allows(i, j) for pattern in self.patterns))
-
     @property
-    def retention(self) -> KeyRetention:
-        return largest_retention(*(pattern.retention for pattern in self.patterns))
-
-    @property
-    def tokens_before_decode(self) -> int | None:
-        return longest_prefix(*(pattern.tokens_before_decode for pattern in self.patterns))
-
-    def spans(self, i: int, keys: range) -> list[range]:
-        spans = (pattern.spans(i, keys) for pattern in self.patterns)
-        return spans_covered(chain.from_iterable(spans), 1)
-
-    @final
-    def lines(self, queries: range, keys: range) -> BoundaryLines:
-        return reduce(
-            BoundaryLines.join, (pattern.lines(queries, keys) for pattern in self.patterns)
-        )
+    def members(self) -> tuple[Pattern, ...]:
+        return self.patterns
 
 
 def head_pattern(pattern: Pattern, head: int) -> Pattern:

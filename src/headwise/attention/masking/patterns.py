@@ -25,10 +25,10 @@ from .key_intervals import (
 )
 from .pattern_base import (
     And,
-    BandedPattern,
     Or,
     Pattern,
     PerHead,
+    UnionPattern,
     count_pairs_by_head,
     draw_pattern,
     head_pattern,
@@ -330,7 +330,7 @@ def _edge(value: object) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, repr=False)
-class Full(BandedPattern):
+class Full(UnionPattern):
     """Every query attends to every key.
 
     >>> Full().pairs(range(3), range(5))
@@ -338,12 +338,12 @@ class Full(BandedPattern):
     """
 
     @property
-    def bands(self) -> tuple[KeyBand, ...]:
+    def members(self) -> tuple[KeyBand, ...]:
         return (KeyBand(),)
 
 
 @dataclass(frozen=True, repr=False)
-class Causal(BandedPattern):
+class Causal(UnionPattern):
     """A query attends to its own key and all keys before it: j <= i.
 
     >>> Causal().pairs(range(4), range(4))
@@ -351,12 +351,12 @@ class Causal(BandedPattern):
     """
 
     @property
-    def bands(self) -> tuple[KeyBand, ...]:
+    def members(self) -> tuple[KeyBand, ...]:
         return (KeyBand(ahead=0),)
 
 
 @dataclass(frozen=True, repr=False)
-class Window(BandedPattern):
+class Window(UnionPattern):
     """A query attends to `keys` neighbouring keys, including its own: `after` after it, keys - 1 -
     after before it.
 
@@ -375,12 +375,12 @@ class Window(BandedPattern):
         check_window(self.keys, self.after)
 
     @property
-    def bands(self) -> tuple[KeyBand, ...]:
+    def members(self) -> tuple[KeyBand, ...]:
         return (KeyBand(back=self.keys - 1 - self.after, ahead=self.after),)
 
 
 @dataclass(frozen=True, repr=False)
-class First(BandedPattern):
+class First(UnionPattern):
     """A query attends to the first `keys` keys, up to its own: j < keys and j <= i (attention
     sinks, 2309.17453).
 
@@ -394,12 +394,12 @@ class First(BandedPattern):
         check_whole_number("keys", self.keys, 1)
 
     @property
-    def bands(self) -> tuple[KeyBand, ...]:
+    def members(self) -> tuple[KeyBand, ...]:
         return (KeyBand(high=self.keys, ahead=0),)
 
 
 @dataclass(frozen=True, repr=False)
-class Prefix(BandedPattern):
+class Prefix(UnionPattern):
     """A query attends to the first `keys` keys and all keys before it: j < keys or j <= i (prefix
     language models).
 
@@ -413,7 +413,7 @@ class Prefix(BandedPattern):
         check_whole_number("keys", self.keys, 1)
 
     @property
-    def bands(self) -> tuple[KeyBand, ...]:
+    def members(self) -> tuple[KeyBand, ...]:
         return (KeyBand(high=self.keys), KeyBand(ahead=0))
 
 

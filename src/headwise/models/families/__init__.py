@@ -8,7 +8,7 @@ In reading order:
 - `attention_config` reads RoPE settings, score scales and the layers with a sliding window.
 - `decoders` reads families of decoders from their tables in families.toml;
   `decoder_families` has functions for what the tables cannot express.
-- `encoders` (also of images) and `encoder_decoders` do so for other architectures.
+- `encoders` does so for encoders, also of images, and encoder-decoders.
 - published_models.toml names a few models of the literature, with the keys of their config.json.
 - `quantization_config` reads the number format of quantised weights, and which weights have it.
 - `weight_names` maps our tensors to names, shapes and slices in checkpoint files, by the tables of
@@ -32,14 +32,14 @@ from ...util.size_limits import parse_json
 from ..hub_files import fetch_model
 from ..model_spec import ModelSpec
 from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_toml
-from . import decoder_families, encoder_decoders, encoders
+from . import decoder_families, encoders
 from .config_reader import FAMILIES, TransformersConfig, read_config
 from .config_writer import WRITERS, write_config
 from .quantization_config import with_quantization
 from .weight_names import WeightNames, read_weight_names
 
 # Importing these modules registers their families.
-READERS = (decoder_families, encoder_decoders, encoders)
+READERS = (decoder_families, encoders)
 WEIGHT_NAMES = read_weight_names()
 CONFIG_REMEDY = "give a config.json written by transformers"
 _PUBLISHED = (Path(__file__).parent / "published_models.toml").read_text(encoding="utf-8")
