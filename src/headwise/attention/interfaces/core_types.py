@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -433,8 +432,9 @@ def _axis_size(axis: str, sizes: Mapping[str, int]) -> int:
     return sum(sizes[name] for name in axis.split("|"))
 
 
-class ParallelContext(ABC):
-    """The ranks with the other heads of a layer, or the other tokens of its rows.
+class ParallelContext:
+    """The ranks with the other heads of a layer, or the other tokens of its rows: here none, as in
+    one process.
 
     Each rank computes a partial output and the partial outputs are summed, so the gradient of
     anything that several ranks hold is the sum of their gradients. `adds_output_bias` is true on
@@ -444,61 +444,37 @@ class ParallelContext(ABC):
     adds_output_bias: bool = True
     num_token_shards: int = 1
 
-    @abstractmethod
     def copy_to_heads(self, x: Tensor) -> Tensor:
         """x unchanged; its gradient is summed over the ranks that hold other heads."""
-
-    @abstractmethod
-    def reduce_from_heads(self, y: Tensor) -> Tensor:
-        """The sum over ranks of their partial outputs."""
-
-    @abstractmethod
-    def gather_tokens(
-        self, entry: dict[str, Tensor], at: SequenceInfo
-    ) -> tuple[dict[str, Tensor], SequenceInfo]:
-        """Gather kv entries [B, tokens, ...] and positions from all ranks."""
-
-    @abstractmethod
-    def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
-        """A context in which random numbers are drawn for the heads of this rank."""
-
-    @abstractmethod
-    def aux_losses(self, losses: AuxLosses | None) -> AuxLosses | None:
-        """Where parts that see only some heads or tokens add their auxiliary losses; None to
-        collect none.
-        """
-
-    @abstractmethod
-    def without_token_shards(self) -> ParallelContext:
-        """The context without context parallelism."""
-
-
-class SingleProcess(ParallelContext):
-    """One process: every head and every token is here."""
-
-    def copy_to_heads(self, x: Tensor) -> Tensor:
         return x
 
     def reduce_from_heads(self, y: Tensor) -> Tensor:
+        """The sum over ranks of their partial outputs."""
         return y
 
     def gather_tokens(
         self, entry: dict[str, Tensor], at: SequenceInfo
     ) -> tuple[dict[str, Tensor], SequenceInfo]:
+        """Gather kv entries [B, tokens, ...] and positions from all ranks."""
         return entry, at
 
     def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
+        """A context in which random numbers are drawn for the heads of this rank."""
         return NO_CONTEXT
 
     def aux_losses(self, losses: AuxLosses | None) -> AuxLosses | None:
+        """Where parts that see only some heads or tokens add their auxiliary losses; None to
+        collect none.
+        """
         return losses
 
     def without_token_shards(self) -> ParallelContext:
+        """The context without context parallelism."""
         return self
 
 
 NO_CONTEXT = nullcontext()
-SINGLE_PROCESS = SingleProcess()
+SINGLE_PROCESS = ParallelContext()
 
 
 class HasParallelContext:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention.interfaces.core_types import (
-    SINGLE_PROCESS,
     AuxLosses,
     HasParallelContext,
     ParallelContext,
@@ -87,7 +86,7 @@ class TensorContextParallel(ParallelContext):
     def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
         if training and self.tensor:
             return self._rank_rng(self.tensor.rank)
-        return SINGLE_PROCESS.head_local_rng(training)
+        return super().head_local_rng(training)
 
     def aux_losses(self, losses: AuxLosses | None) -> AuxLosses | None:
         return None if losses is None else replace(losses, group=self)
