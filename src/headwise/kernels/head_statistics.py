@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import head_statistics_kernel as kernel
+from .head_statistics_kernel import HeadStatistics
 
 INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -76,22 +77,6 @@ class TokenInputs(NamedTuple):
     sampled_queries: Tensor
 
 
-class HeadStatistics(NamedTuple):
-    """Statistics of every head, on the device.
-
-    - `sums`: float64 [H, slots]: sum and count at each of `PLACES`, then sums of weights, pairs and
-      hits of the largest weight at offsets -16..16, `NUM_LANES` each.
-    - `num_keys`: allowed keys of each query, [H, T].
-    - `sampled`: weights of the sampled queries, [H, samples, S].
-    - `column_mass`: weight on each key, summed over queries, [H, S].
-    """
-
-    sums: Tensor
-    num_keys: Tensor
-    sampled: Tensor
-    column_mass: Tensor
-
-
 def head_statistics(inputs: ScoreInputs, tokens: TokenInputs) -> HeadStatistics:
     """Return the statistics of every head."""
     return _launch(inputs, tokens, inputs.q_THK.shape[1], 0)
@@ -146,7 +131,7 @@ def _launch(
         tokens.query_ids, tokens.key_ids, flags, sample_of_query, num_samples
     )
     tiles = -(-num_queries // _value(kernel.BLOCK_ROWS))
-    outputs = kernel.StatisticsArgs(
+    outputs = HeadStatistics(
         torch.zeros(num_heads, tiles, NUM_SLOTS, dtype=torch.float64, device=device),
         torch.zeros(num_heads, num_queries, dtype=torch.int32, device=device),
         torch.zeros(num_heads, num_samples, num_keys, device=device),
@@ -160,7 +145,7 @@ def _launch(
         kernel.head_statistics_kernel[(tiles, num_heads)](
             args, token_args, outputs, OPTIONS=chosen, num_warps=num_warps
         )
-    return HeadStatistics(outputs.sums.sum(1), *outputs[1:])
+    return outputs._replace(sums=outputs.sums.sum(1))
 
 
 def _make_strided(x_HTS: Tensor | None) -> kernel.StridedInput:

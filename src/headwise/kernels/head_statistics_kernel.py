@@ -72,9 +72,15 @@ class TokenArgs(NamedTuple):
     num_samples: Any
 
 
-class StatisticsArgs(NamedTuple):
-    """Outputs of the kernel: `sums` [heads, tiles, slots], the number of keys of each query
-    [heads, T], weights of sampled rows [heads, samples, S], column mass [heads, S] or None.
+class HeadStatistics(NamedTuple):
+    """Statistics of every head, on the device.
+
+    - `sums`: float64 [H, slots]: sum and count at each of `head_statistics.PLACES`, then sums of
+      weights, pairs and hits of the largest weight at offsets -16..16, `NUM_LANES` each. The kernel
+      writes those of every tile of queries, [H, tiles, slots].
+    - `num_keys`: allowed keys of each query, [H, T].
+    - `sampled`: weights of the sampled queries, [H, samples, S].
+    - `column_mass`: weight on each key, summed over queries, [H, S].
     """
 
     sums: Any

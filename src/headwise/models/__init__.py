@@ -30,17 +30,6 @@ if TYPE_CHECKING:
     from .save_load import load, save
     from .transformer import INIT_SCHEMES, EncoderOutput, ModelCache, Transformer, build
 
-__all__ = [
-    "INIT_SCHEMES",
-    "EncoderOutput",
-    "ModelCache",
-    "TokenTypeInput",
-    "Transformer",
-    "build",
-    "load",
-    "save",
-]
-
 _MODULE_OF_NAME = {
     "EncoderOutput": "transformer",
     "INIT_SCHEMES": "transformer",
@@ -51,5 +40,5 @@ _MODULE_OF_NAME = {
     "load": "save_load",
     "save": "save_load",
 }
-
+__all__ = sorted(_MODULE_OF_NAME)
 __getattr__ = import_lazily(__name__, _MODULE_OF_NAME)

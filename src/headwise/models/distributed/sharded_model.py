@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -60,29 +60,6 @@ class BatchForward(nn.Module):
 # --- The shard of one rank ------------------------------------------------------------------------
 
 
-class TensorSharding(Protocol):
-    """How one tensor is divided among ranks."""
-
-    @property
-    def dims(self) -> tuple[str, ...]:
-        """Parallel dimensions over which the tensor is divided."""
-        ...
-
-    def part(self, full: Tensor) -> Tensor:
-        """Return this rank's part of a full tensor."""
-        ...
-
-    def whole(self, part: Tensor) -> Tensor:
-        """Gather the full tensor from the parts of all ranks; a collective call."""
-        ...
-
-    def square(self, part: Tensor) -> Tensor:
-        """Return the sum of squares of a part, each element divided by the number of ranks that
-        hold it.
-        """
-        ...
-
-
 @dataclass(eq=False)
 class ShardedModel:
     """The part of a model that one rank holds.
@@ -97,7 +74,9 @@ class ShardedModel:
     own: Mapping[str, nn.Parameter]
     buckets: GradientBuckets
     spec: ModelSpec
-    shardings: Mapping[str, TensorSharding] = field(default_factory=dict[str, "TensorSharding"])
+    shardings: Mapping[str, TensorParallelSharding | FSDPSharding] = field(
+        default_factory=dict[str, "TensorParallelSharding | FSDPSharding"]
+    )
     collect_gradients: Callable[[], None] | None = None
     context: CollectiveGroup | None = None
 
@@ -396,7 +375,7 @@ class FSDPSharding:
         self.param = param
 
     def part(self, full: Tensor) -> Tensor:
-        """Return the slice of this rank, which may be empty."""
+        """Return this rank's slice of a full tensor; it may be empty."""
         from torch.distributed.tensor import distribute_tensor
 
         mesh = self.param.device_mesh

@@ -254,6 +254,18 @@ def max_positions(stack: StackSpec) -> int | None:
     return min((length for length in limits if length is not None), default=None)
 
 
+def check_token_count(max_new_tokens: object) -> None:
+    """Raise unless it is an integer of at least 1."""
+    if (
+        not isinstance(max_new_tokens, int)
+        or isinstance(max_new_tokens, bool)
+        or max_new_tokens < 1
+    ):
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens!r} is not a token count; give an integer of at least 1"
+        )
+
+
 def check_prompt_length(spec: ModelSpec, prompt_length: int, max_new_tokens: int) -> None:
     """Raise if the prompt and the new tokens exceed the positions of the last stack.
 
@@ -337,14 +349,7 @@ def greedy_decode(
     (5, True)
     """
     require_language_model(net.spec)
-    if (
-        not isinstance(max_new_tokens, int)
-        or isinstance(max_new_tokens, bool)
-        or max_new_tokens < 1
-    ):
-        raise ValueError(
-            f"max_new_tokens={max_new_tokens!r} is not a token count; give an integer of at least 1"
-        )
+    check_token_count(max_new_tokens)
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():
         shape = list(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
         raise ValueError(

@@ -22,6 +22,7 @@ from .decoding_state import (
     TokenChooser,
     TokenHistory,
     check_prompt_length,
+    check_token_count,
     choose_tokens,
     eval_mode,
     max_positions,
@@ -170,15 +171,7 @@ class TextGenerator:
                 f"model is of type {type(net).__name__}; give what hw.build or hw.load returned"
             )
         check_decoding(config, temperature, require_language_model(net.spec))
-        if (
-            not isinstance(max_new_tokens, int)
-            or isinstance(max_new_tokens, bool)
-            or max_new_tokens < 1
-        ):
-            raise ValueError(
-                f"max_new_tokens={max_new_tokens!r} is not a token count; give an integer of at "
-                "least 1"
-            )
+        check_token_count(max_new_tokens)
         temperature = 0.0 if temperature < MIN_TEMPERATURE else temperature
         return TextGenerator(net, max_new_tokens, temperature, config)
 
