@@ -40,8 +40,7 @@ def test_a_cut_behind_another_number_of_rows(heads, rows, keep, merge, on):
     loud[keep] = 1
     silenced = layer(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
     small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), keep)
-    cut = hw.Attention(small).double().eval()
-    cut.load_state_dict(weights)
+    cut = cases.load_layer(small, weights)
     check_close(cut(x), silenced)
 
 

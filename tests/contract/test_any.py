@@ -89,8 +89,7 @@ def test_any_spec_is_cut_and_counted(spec):
     loud[keep] = 1
     silenced = layer(x, source=z, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
     small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), keep)
-    cut = hw.Attention(small).double().eval()
-    cut.load_state_dict(weights)
+    cut = cases.load_layer(small, weights)
     check_close(cut(x, source=z), silenced)
     assert costs.count_parameters(small) == sum(p.numel() for p in cut.parameters())
     assert hw.from_json(hw.to_json(small)) == small

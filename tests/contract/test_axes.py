@@ -14,13 +14,6 @@ from support.spec_strategies import REPR_NAMES
 KEEP_CASES = [(0,), (1, 3, 4), (5, 0), (0, 1, 2, 3, 4)]
 
 
-def rebuilt(spec, weights):
-    """A layer of this spec with these weights."""
-    layer = hw.Attention(spec).double().eval()
-    layer.load_state_dict(weights, strict=True)
-    return layer
-
-
 @pytest.mark.parametrize("name", EVERY_CASE)
 def test_cutting_is_silencing(spec, layer, x, z):
     outs = len(spec.score_head_of_output)
@@ -32,7 +25,7 @@ def test_cutting_is_silencing(spec, layer, x, z):
         )
         small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), keep)
         assert len(small.score_head_of_output) == len(keep)
-        cut = rebuilt(small, weights)
+        cut = cases.load_layer(small, weights)
         check_close(cut(x, source=z), silenced)
         assert sum(p.numel() for p in cut.parameters()) <= sum(
             p.numel() for p in layer.parameters()
@@ -42,7 +35,7 @@ def test_cutting_is_silencing(spec, layer, x, z):
         silenced = layer(
             x, source=z, probe=hw.Probe("heads", callback=lambda _, o, loud=loud: o * loud)
         )
-        check_close(rebuilt(again, twice)(x, source=z), silenced)
+        check_close(cases.load_layer(again, twice)(x, source=z), silenced)
 
 
 @pytest.mark.parametrize("name", EVERY_CASE)
@@ -53,7 +46,7 @@ def test_a_cut_layer_decodes_and_round_trips(name):
     small, weights = head_axis_ops.keep_heads(
         spec, layer.state_dict(), [1, len(spec.score_head_of_output) - 1]
     )
-    cut = rebuilt(small, weights)
+    cut = cases.load_layer(small, weights)
     cache = cut.cache(batch=cases.BATCH, capacity=9)
     steps = torch.cat([cut(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1)
     check_close(steps, cut(x))
@@ -68,14 +61,14 @@ def test_sharing_equal_heads_changes_nothing(spec, layer, x, z):
     except hw.SpecError as reason:
         pytest.skip(f"its heads cannot be split: {reason}")
     expected = layer(x, source=z)
-    check_close(rebuilt(wide, weights)(x, source=z), expected)
+    check_close(cases.load_layer(wide, weights)(x, source=z), expected)
     groups = [
         [h for h, read in enumerate(spec.heads.kv_head_of_query) if read == g]
         for g in range(spec.heads.kv)
     ]
     back, shared = head_axis_ops.share_kv_heads(wide, weights, groups)
     assert back.heads == spec.heads
-    check_close(rebuilt(back, shared)(x, source=z), expected)
+    check_close(cases.load_layer(back, shared)(x, source=z), expected)
 
 
 @pytest.mark.parametrize("name", EVERY_CASE)

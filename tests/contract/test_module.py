@@ -59,8 +59,7 @@ def test_copies_saves_and_moves(spec, layer, x, z):
         for parameter in layer.parameters():
             parameter.zero_()
     check_close(copied(x, source=z), y)
-    fresh = hw.Attention(spec).double().eval()
-    fresh.load_state_dict(copied.state_dict(), strict=True)
+    fresh = cases.load_layer(spec, copied.state_dict())
     check_close(fresh(x, source=z), y)
     constants = {k: v.clone() for k, v in copied.named_buffers()}
     back = copied.to(torch.bfloat16).to(torch.float64)

@@ -453,21 +453,6 @@ def test_flops_of_a_backward_pass():
     assert counter.get_total_flops() == forth * 7 // 2
 
 
-def test_a_gradient_of_a_gradient_is_refused():
-    layer, x = layer_of(), torch.randn(1, 130, 10, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(RuntimeError, match="backend='dense'"):
-        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch's own batching
-def test_functions_that_are_transformed_see_torchs_call():
-    layer, x = layer_of(), torch.randn(1, 130, 10, dtype=torch.float64)
-    layer.backend_name = None
-    slope = torch.func.grad(lambda x: layer(x).square().sum())(x)
-    x.requires_grad_()
-    check_close(slope, torch.autograd.grad(layer(x).square().sum(), x)[0])
-
-
 def test_the_kernel_is_preferred():
     spec = base(pattern="causal()")
     order = [*BACKENDS]

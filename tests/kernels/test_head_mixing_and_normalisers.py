@@ -467,25 +467,38 @@ def test_recomputation_repeats_autocast(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("preset", ["talking", "dcmha", "moh", "entmax"])
-def test_a_second_derivative_is_refused(preset):
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        *((None, {"preset": preset}) for preset in ("talking", "dcmha", "moh", "entmax")),
+        *((backend, {"pattern": "causal"}) for backend in ("flash_cpu", "bf16_matmul")),
+    ],
+    ids=str,
+)
+def test_a_second_derivative_is_refused(backend, words):
     """At once: a second pass that is asked for x alone would go around what has
     none, and be wrong.
     """
-    layer = hw.Attention(hw.design(preset=preset, model=16, heads=4))
+    layer = hw.Attention(hw.design(model=16, heads=4, **words), backend=backend)
     x = torch.randn(1, 300, 16, requires_grad=True)
-    with pytest.raises(RuntimeError, match="create_graph=True"):
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*backend='dense'"):
         torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, that it loops over rows
-@pytest.mark.parametrize("preset", ["talking", "dcmha", "moh", "entmax", "mha"])
-def test_torch_func_transforms_use_plain_operations(preset):
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [
+        *((preset, {}) for preset in ("talking", "dcmha", "moh", "entmax")),
+        *(("mha", {"pattern": pattern}) for pattern in ("window(20)", "causal")),
+    ],
+    ids=str,
+)
+def test_torch_func_transforms_use_plain_operations(preset, words):
     """Under torch.func a layer gives what dense gives, of values and of slopes
     along a direction.
     """
-    pattern = {"pattern": "window(20)"} if preset == "mha" else {}
-    spec = hw.design(preset=preset, model=16, heads=4, **pattern)
+    spec = hw.design(preset=preset, model=16, heads=4, **words)
     layer, plain = hw.Attention(spec).double(), hw.Attention(spec, backend="dense").double()
     plain.load_state_dict(layer.state_dict())
     x, along = torch.randn(2, 3, 300, 16, dtype=torch.float64)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import permutations
 
@@ -148,6 +149,15 @@ EVERY_CASE = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow
 def check_close(ours: Tensor, theirs: Tensor, **tolerance: float) -> None:
     """Assert equality within float64 rounding, or within the given tolerance."""
     torch.testing.assert_close(ours, theirs, **(EXACT | tolerance), check_dtype=False)
+
+
+def load_layer(
+    spec: AttentionSpec, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64
+) -> hw.Attention:
+    """A layer with these weights, in evaluation mode."""
+    layer = hw.Attention(spec).to(dtype).eval()
+    layer.load_state_dict(weights, strict=True)
+    return layer
 
 
 def change_spec(spec: AttentionSpec, **changes) -> AttentionSpec:

@@ -17,9 +17,7 @@ from support.layer_cases import base, check_close
 
 
 def layer_from_weights(model) -> hw.Attention:
-    layer = hw.Attention(model.spec).double().eval()
-    layer.load_state_dict(model.weights, strict=True)
-    return layer
+    return cases.load_layer(model.spec, model.weights)
 
 
 def scores(layer: hw.Attention, x, z=None):
@@ -302,8 +300,7 @@ def test_a_converted_layer_can_be_cut():
     spec, weights = hw.attention.head_axis_ops.keep_heads(
         to_collaborative.spec, to_collaborative.weights, [1, 3, 4]
     )
-    cut = hw.Attention(spec).double().eval()
-    cut.load_state_dict(weights)
+    cut = cases.load_layer(spec, weights)
     check_close(cut(x), silenced)
 
 

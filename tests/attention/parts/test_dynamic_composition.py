@@ -110,8 +110,7 @@ def test_groups_are_so_many_layers_side_by_side(on, groups, sides):
     x, _ = cases.tensors(spec)
     total = torch.zeros_like(x)
     for group in range(groups):
-        one = hw.Attention(small).double().eval()
-        one.load_state_dict(part_of(layer.state_dict(), spec, small, group))
+        one = cases.load_layer(small, part_of(layer.state_dict(), spec, small, group))
         total = total + one(x)
     check_close(layer(x), total)
 
@@ -148,8 +147,7 @@ def test_whole_groups_are_cut(on):
     assert small.modifiers == (hw.parts.DynamicComposition(on=on, members=2, static="full"),)
     assert weights["dynamic_composition.query_hidden"].shape == (4 * 4, 10)
     x, _ = cases.tensors(spec)
-    cut = hw.Attention(small).double().eval()
-    cut.load_state_dict(weights)
+    cut = cases.load_layer(small, weights)
     alone = torch.zeros(6, 1, dtype=torch.float64)
     alone[3:5] = 1
     check_close(cut(x), layer(x, probe=hw.Probe("heads", callback=lambda _, o: o * alone)))

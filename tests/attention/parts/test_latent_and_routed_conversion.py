@@ -14,13 +14,6 @@ from headwise.attention.parts.mixture_of_heads import convert_to_mixture_of_head
 from support import layer_cases as cases
 from support.layer_cases import EVERY, EVERY_CASE, base, check_close
 
-
-def layer_from_weights(spec, weights, dtype=torch.float64) -> hw.Attention:
-    layer = hw.Attention(spec).to(dtype).eval()
-    layer.load_state_dict(weights, strict=True)
-    return layer
-
-
 # What a latent is no other form of: other projects, products that are none, turns and steps that
 # see heads as wide as they were, values that are grouped apart.
 NO_LATENT = {
@@ -51,7 +44,7 @@ def test_a_merged_layer_is_refused_or_the_same(name):
             convert_to_latent(spec, layer.state_dict())
         return
     values, weights = convert_to_latent(spec, layer.state_dict())
-    shared = layer_from_weights(values, weights)
+    shared = cases.load_layer(values, weights)
     check_close(shared(x, source=z), layer(x, source=z))
     if z is None and spec.pattern.tokens_before_decode == 0:
         cache = shared.cache(batch=3, capacity=7)
@@ -82,7 +75,7 @@ def test_the_latent_of_a_token_holds_its_keys_and_values(options):
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     values, weights = convert_to_latent(spec, layer.state_dict())
-    shared = layer_from_weights(values, weights)
+    shared = cases.load_layer(values, weights)
     check_close(shared(x, source=z), layer(x, source=z))
     assert hw.costs.cached_numbers_per_token(values) == hw.costs.cached_numbers_per_token(spec)
     read = x if z is None else z
@@ -95,7 +88,7 @@ def test_the_latent_of_a_token_holds_its_keys_and_values(options):
         spec, {name: tensor.float() for name, tensor in layer.state_dict().items()}
     )
     check_close(
-        layer_from_weights(*half, torch.float32)(x.float(), source=z if z is None else z.float()),
+        cases.load_layer(*half, torch.float32)(x.float(), source=z if z is None else z.float()),
         layer(x, source=z),
         rtol=1e-4,
         atol=1e-4,
@@ -113,7 +106,7 @@ def test_all_heads_routed_to_are_the_same_layer(shared):
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     check_close(
-        layer_from_weights(
+        cases.load_layer(
             *convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 6 - len(shared))
         )(x),
         layer(x),
@@ -138,7 +131,7 @@ def test_a_token_closes_the_heads_with_the_smallest_query_norms(shared):
         + tensors["output.o_bias"]
     )
     check_close(
-        layer_from_weights(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 2))(x),
+        cases.load_layer(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 2))(x),
         torch.tensor(result),
     )
 

@@ -222,8 +222,7 @@ def test_a_pruned_head_still_takes_part_in_routing():
     small, weights = head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [1, 3, 4])
     assert small.heads.q == 6
     assert len(small.score_head_of_output) == 3
-    cut = hw.Attention(small).double().eval()
-    cut.load_state_dict(weights)
+    cut = cases.load_layer(small, weights)
     check_close(heads_of(cut, x), heads_of(layer, x)[:, :, [1, 3, 4]])
     routed = heads_of(cut, x)[:, :, 1:].abs().sum((-1, -2))
     assert (routed == 0).any()
@@ -270,8 +269,7 @@ def pruned(name):
     options, keep = PRUNED[name]
     layer = cases.layer(base(**options))
     spec, weights = head_axis_ops.keep_heads(layer.spec, layer.state_dict(), keep)
-    cut = hw.Attention(spec).double().eval()
-    cut.load_state_dict(weights)
+    cut = cases.load_layer(spec, weights)
     return layer, cut, keep
 
 

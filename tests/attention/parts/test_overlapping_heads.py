@@ -58,8 +58,7 @@ def test_a_placed_layer_runs_decodes_and_is_cut(schedule):
     loud = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)[:, None]
     silenced = layer(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
     small, weights = hw.attention.head_axis_ops.keep_heads(spec, layer.state_dict(), [1, 3, 4])
-    cut = hw.Attention(small).double().eval()
-    cut.load_state_dict(weights)
+    cut = cases.load_layer(small, weights)
     check_close(cut(x), silenced)
 
 
