@@ -15,6 +15,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from headwise.observe import bundled_sample
+from headwise.observe.head_analysis.head_table import CLASS_STYLES
 from headwise.observe.traces import load_trace, trace_from_weights
 from headwise.viewer import export_files
 from headwise.viewer.export_files import ExportScope, FileTooLarge, draw_head, make_file
@@ -118,7 +119,7 @@ def test_the_figure_of_a_head_has_its_tokens_axes_and_weights(sample: OpenModel)
     part = TileRange(slice(2, 12), slice(0, layer.num_keys))
     figure = draw_head(sample, ExportScope(layer.name, 3, part=part))
     (panel,) = figure.panels
-    assert figure.title == f"dates: {layer.name} head 3"
+    assert figure.title == "dates: X0H3, decoder.0.cross head 3"
     assert (panel.x_label, panel.y_label) == ("key (source)", "query (text)")
     assert list(panel.rows) == list(trace.streams["text"][0].words[2:12])
     assert list(panel.columns) == list(trace.streams["source"][0].words)
@@ -135,9 +136,26 @@ def test_the_figure_of_a_head_has_its_tokens_axes_and_weights(sample: OpenModel)
 def test_figures_are_pictures_in_the_theme(sample: OpenModel, scope: ExportScope):
     svg = ElementTree.fromstring(contents(sample, "svg", scope))
     assert svg.tag.endswith("svg")
-    assert any(part.text == "encoder.0.attention" for part in svg.iter()) == (not scope.site)
+    assert any(part.text == "encoder.0.attention  E0" for part in svg.iter()) == (not scope.site)
     png = contents(sample, "png", scope)
     assert png.startswith(b"\x89PNG")
+
+
+def test_the_page_shows_classes_with_the_letters_names_and_colours_of_figures():
+    """Of a class, the page, a figure and a table show one letter, one name and one colour."""
+    web = Path(export_files.__file__).with_name("web") / "src"
+    css = (web / "styles" / "tokens.css").read_text("utf-8")
+    names = (web / "i18n" / "texts_frame.ts").read_text("utf-8")
+    badges = (web / "components" / "class_badge.tsx").read_text("utf-8")
+    colours = dict(re.findall(r"--c-(\w):(#\w+);", css))
+    shown = dict(re.findall(r'"class\.(\w)": \["([\w-]+)"', names))
+    outlines = re.findall(r'^  (\w): "M', badges, re.MULTILINE)
+    styles = {
+        letter.replace("·", "u").lower(): (name, colour.lower())
+        for name, (letter, colour) in CLASS_STYLES.items()
+    }
+    assert {letter: (name, colours.get(letter, "")) for letter, name in shown.items()} == styles
+    assert outlines == list(styles)
 
 
 def test_hostile_tokens_stay_text_in_a_figure():

@@ -250,7 +250,7 @@ def test_a_newcomer_finds_ablates_and_exports_the_most_sink_like_head_by_labels_
     assert loss[1] != loss[2]
     assert re.search(r"KL.*\s+[1-9][\d.]*(e-\d+)?|KL.*\s+0\.\d*[1-9]", effect)
     assert download.value.suggested_filename == f"headwise-dates-{best.site}-{best.head}.svg"
-    title = f">dates: {best.site} head {best.head}<"
+    title = f">dates: {name.replace(' ', '')}, {best.site} head {best.head}<"
     assert title in (tmp_path / "figure.svg").read_text("utf-8")
 
 

@@ -129,6 +129,21 @@ def test_thumbnails_of_a_former_trace_do_not_replace_the_open_one(client, opened
     assert opened.trace is other
 
 
+def test_a_window_is_not_answered_about_the_text_of_another(client, opened):
+    """Only a new text or another model may be asked for by a window that shows something else."""
+    shown = {"X-Revision": str(opened.revision)}
+    assert client.get("/api/tile?site=0&head=0", headers=shown).status_code == 200
+    opened.set_trace(record(opened.get_model(), 11, seed=1))
+    refused = client.get("/api/tile?site=0&head=0", headers=shown)
+    assert (refused.status_code, refused.json()["error"]["fact"]) == (409, "error.otherWindow")
+    jobs = {"ablate": {"heads": [[1, 2]]}, "text": {"text": "a"}}
+    answers = [
+        client.post("/api/jobs", json={"kind": k, **v}, headers=shown) for k, v in jobs.items()
+    ]
+    assert [answer.status_code for answer in answers] == [409, 200]
+    assert client.get("/api/document", headers={}).json()["revision"] == opened.revision
+
+
 def test_ablated_heads_are_not_kept_by_the_server(client: TestClient):
     before = client.get("/api/document").json()
     job = submit(client, kind="ablate", heads=[[1, 2]])

@@ -134,7 +134,7 @@ def _trace_same_text(model: OpenModel, other: nn.Module) -> Trace:
 
     first = model.get_recorded()
     streams = {name: rows[0] for name, rows in first.streams.items() if rows}
-    if all(row.text for row in streams.values()):
+    if all(row.offsets for row in streams.values()):
         texts = {name: row.text for name, row in streams.items()}
         return capture_trace(
             other, texts.get("text", ""), texts.get("source", ""), model.max_tokens

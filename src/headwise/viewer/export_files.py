@@ -17,12 +17,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..observe.head_names import print_head
 from ..observe.traces import Trace
 from ..observe.traces.import_export import WeightSelection, encode_weights, estimate_export_bytes
 from ..observe.traces.trace_file import encode_trace
@@ -34,6 +36,9 @@ from ..util.escaping import escape_html, make_visible
 from .answers import ask
 from .open_model import OpenModel, TileRange
 from .weight_summaries import make_edges, make_file_stem
+
+if TYPE_CHECKING:
+    from ..observe.head_analysis.head_table import HeadTable
 
 # --- The answers that the file contains -----------------------------------------------------------
 
@@ -269,7 +274,19 @@ def _encode(view: OpenModel, kind: str, scope: ExportScope) -> Iterator[bytes]:
     elif kind == "measures":
         yield view.shown_table.to_csv().encode(errors="backslashreplace")
     else:
-        yield to_bytes(view.shown_table.class_grid(), f".{kind}", scope.theme, "none")
+        yield to_bytes(draw_classes(view.shown_table), f".{kind}", scope.theme, "none")
+
+
+def draw_classes(table: HeadTable) -> Figure:
+    """Draw the class of every head, with layers named as on the page, such as E0."""
+    figure = table.class_grid()
+    names = [print_head(site, 0, table.sites).removesuffix("H0") for site in table.sites]
+    rows = [
+        site if name.startswith(site) else f"{site}  {name}"
+        for site, name in zip(table.sites, names, strict=True)
+    ]
+    [grid] = figure.panels
+    return replace(figure, panels=[replace(grid, rows=rows)])
 
 
 def draw_head(view: OpenModel, scope: ExportScope) -> Figure:
@@ -287,7 +304,8 @@ def draw_head(view: OpenModel, scope: ExportScope) -> Figure:
         stream_words = trace.streams[stream][0].words if stream in trace.streams else ()
         tokens = [make_visible(word) for word in stream_words] or [str(n) for n in range(count)]
         words.append([tokens[n] for n in make_edges(start, stop, cells)[:-1]])
-    title = f"{view.name}: {scope.site} head {scope.head}"
+    name = print_head(scope.site, scope.head, [one.name for one in trace.layers])
+    title = f"{view.name}: {name}, {scope.site} head {scope.head}"
     weights = tile.weights / 255
     if scope.form == "lines" and max(map(len, words)) <= MAX_LINE_TOKENS:
         return Figure(title, [Links(words[0], words[1], {scope.lens: weights})])

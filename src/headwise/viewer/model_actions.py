@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..observe import bundled_sample
 from ..observe.traces.attention_trace import TokenGrouping
-from ..util.errors import suggest
+from ..util.errors import UnknownToken, suggest
 from .model_worker import CLASSES, LINES, JobProgress, Pair, action, flag, integer, text
 from .open_model import CAPTURE_BUDGET, OpenModel, Progress, id_inputs
 from .weight_summaries import encode_arrays
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ..observe.traces import Trace
 
 
+SAMPLE_READS = "error.sampleReads"  # a sentence of the page, which has it in both languages
 MAX_NEW_TOKENS = 64  # generated for a source without a target
 MAX_TOKEN_CHARACTERS = 40  # of a token, on average; longer texts are refused before tokenization
 MAX_CONTEXT = 2**20
@@ -48,7 +50,14 @@ def capture_text(
     if not (target or source).strip():
         raise ValueError("the text is empty; enter at least one word")
     check_text_length(model, target, source)
-    model.set_trace(capture_trace(net, target, source, model.max_tokens, progress))
+    try:
+        captured = capture_trace(net, target, source, model.max_tokens, progress)
+    except UnknownToken as error:
+        if model.target != str(bundled_sample.MODEL):
+            raise
+        fact = str(error).partition("; ")[0]
+        raise UnknownToken(f"{fact}; {SAMPLE_READS}") from None
+    model.set_trace(captured)
     return {"revision": model.revision}
 
 
@@ -120,8 +129,25 @@ def capture_trace(
     )
     counts = {name: len(rows[0].ids) for name, rows in captured.streams.items() if rows}
     check_token_counts(counts, max_tokens)
+    if new_tokens:
+        row = captured.streams["text"][0]
+        written = (replace(row, text=_read_ids(net, row.ids)),)
+        captured = replace(captured, streams={**captured.streams, "text": written})
     progress(1, 2, "drawing thumbnails")
     return captured.with_thumbnails()
+
+
+def _read_ids(net: nn.Module, ids: Sequence[int]) -> str:
+    """Return the text of the ids that a model wrote, without special tokens."""
+    from ..models import Transformer
+    from ..models.generation.text_output import load_tokenizers
+    from ..models.vocabulary import decode_tokens
+    from ..observe.inspect.model_tokenizer import find_tokenizer
+
+    if isinstance(net, Transformer):
+        return load_tokenizers(net)[1].text(ids)
+    tokenizer = find_tokenizer(net)
+    return "" if tokenizer is None else decode_tokens(tokenizer, ids)
 
 
 def capture_image(net: nn.Module, path: str) -> Trace:

@@ -108,8 +108,8 @@ class OpenModel:
     """A trace with its measures and, if available, its model.
 
     `load_model` loads the model when it is first needed, so that the trace shows immediately.
-    `revision` grows whenever the trace or the measures change, so that the page can detect stale
-    answers. `table` holds the measures over several texts, `own_table` over the open text alone.
+    `revision` grows whenever another trace is shown, so that a window of the page is not answered
+    about the text that another window opened. `table` holds the measures over several texts, `own_table` over the open text alone.
     `output_folder` is where pruned and converted models may be written; None forbids
     writing. `target` is the model folder as named on the command line, "" for other models. `texts`
     are the initial lines of screens that need several texts. `pruned` lists the heads removed
@@ -451,7 +451,6 @@ class OpenModel:
         with self._changing:
             self.table = table or self.table
             self.own_table = own or self.own_table
-            self.revision += 1
 
 
 MAX_OPENABLE = 200  # models and traces that the page lists

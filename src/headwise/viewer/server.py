@@ -57,6 +57,8 @@ MEDIA_TYPES = {
 EVENT_WAIT_SECONDS = 0.05  # between two looks for new events of a job
 MAX_REQUEST_SECONDS = 60.0
 MAX_JSON_DEPTH = 16
+OPENING_JOBS = ("text", "open")  # they replace what another window has opened
+OTHER_WINDOW = ValueError("error.otherWindow")  # a sentence of the page
 BINARY = "application/octet-stream"
 
 
@@ -124,6 +126,8 @@ class ViewServer:
 
         async def endpoint(request: Request) -> Response:
             view = self.model.snapshot()
+            if is_outdated(request, view):
+                return error_response(409, OTHER_WINDOW)
             query = Query(view, request.query_params)
             with anyio.move_on_after(MAX_REQUEST_SECONDS):
                 try:
@@ -147,6 +151,8 @@ class ViewServer:
         try:
             body = parse_body(await _read_body(request))
             kind = str(body.pop("kind", None))
+            if kind not in OPENING_JOBS and is_outdated(request, self.model):
+                return error_response(409, OTHER_WINDOW)
             if kind == "text":
                 parts = [text().get(self.model, name, body) for name in ("text", "source")]
                 check_text_length(self.model, *parts)
@@ -208,6 +214,11 @@ class ViewServer:
         if self.tags[path] in tags:
             return Response(status_code=304, headers=headers)
         return Response(content, media_type=media_type, headers=headers)
+
+
+def is_outdated(request: Request, model: OpenModel) -> bool:
+    """True if the window that asks shows another revision than the open one."""
+    return request.headers.get("x-revision", str(model.revision)) != str(model.revision)
 
 
 def parse_body(body: bytes) -> dict[str, Any]:

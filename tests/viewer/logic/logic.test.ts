@@ -20,6 +20,7 @@ import { isSpecial, visibleToken } from "../../../src/headwise/viewer/web/src/co
 import { largest, leaveOut } from "../../../src/headwise/viewer/web/src/components/voice_lines";
 import { textCount } from "../../../src/headwise/viewer/web/src/i18n";
 import { chosenTokens, labRequest, mostChanged, toggleToken } from "../../../src/headwise/viewer/web/src/lab_state";
+import { neighbours } from "../../../src/headwise/viewer/web/src/screens/similarity";
 import { decodeMessage, type Site, type ViewDocument } from "../../../src/headwise/viewer/web/src/source";
 import * as state from "../../../src/headwise/viewer/web/src/state";
 import { between, oneOf, readRanges, toNumber, writeRanges } from "../../../src/headwise/viewer/web/src/url_state";
@@ -220,6 +221,21 @@ test("measures of the open text stand beside those over several texts", () => {
   assert.equal(lacksMeasures(), false);
   state.measures.value = { ...state.measures.value, severalTexts: false }; // an earlier visit ended before the second job
   assert.equal(lacksMeasures(), true);
+});
+
+test("the nearest heads come first, without the head itself", () => {
+  const group = { heads: [0, 1, 2], distances: Float32Array.of(0, 3, 1, 3, 0, 2, 1, 2, 0) };
+  assert.deepEqual([0, 2].map((head) => neighbours(group, head).map(({ head: other }) => other)), [[2, 1], [0, 1]]);
+});
+
+test("each screen keeps its own choice of tables", () => {
+  state.screen.value = "map";
+  state.showsTable.value = true;
+  state.screen.value = "head";
+  assert.equal(state.showsTable.value, false);
+  state.screen.value = "map";
+  assert.equal(state.showsTable.value, true);
+  state.showsTable.value = false;
 });
 
 test("arcs end at their tokens, and the longest alone reaches the top", () => {

@@ -86,8 +86,15 @@ export function isRunOf(found: ViewDocument, { text, source: from }: { text: str
   return (!text || read("text") === text) && read("source") === from;
 }
 
+/** Show what the address names again, after another window has opened something else. */
+export async function reopenAddress(): Promise<void> {
+  await openAddress();
+  await loadDocument();
+}
+
 /** Let the server show what the address names: another window, or an earlier visit, may have opened something else. */
 export async function openAddress(): Promise<void> {
+  source.revision = null;
   const found = source.isLive ? await source.document().catch(() => null) : null;
   if (!found) return;
   const texts = { text: openText.value, source: openSource.value };

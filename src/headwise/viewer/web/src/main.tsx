@@ -3,7 +3,7 @@
 import { Button } from "./components/basics";
 import { batch, signal } from "@preact/signals";
 import { render, type ComponentType, type JSX } from "preact";
-import { groupTokens, isGrouped, lacksMeasures, measureHeads, openAddress, toggleAblated, togglePin } from "./actions";
+import { groupTokens, isGrouped, lacksMeasures, measureHeads, reopenAddress, toggleAblated, togglePin } from "./actions";
 import { addedTokens, announcement, doc, excludedTokens, isLoaded, job, loadDocument, loadError, lockedCell, moveHead, overlay, screen, SCREENS, type ScreenId, selectedToken, showsTable, source, startClassNames, startHash } from "./state";
 import { watchTheme } from "./canvas/colors";
 import { ErrorNote } from "./components/basics";
@@ -136,14 +136,12 @@ startHash();
 watchTheme();
 addEventListener("keydown", onKey);
 render(<App />, document.getElementById("app")!);
-void openAddress().then(loadDocument).then(() => {
+void reopenAddress().then(() => {
   startClassNames();
   if (isLoaded.value && lacksMeasures()) void measureHeads();
 });
 /** Another window may have opened another text meanwhile. */
 addEventListener("focus", async () => {
   const found = source.isLive && doc.value && !job.value ? await source.document().catch(() => null) : null;
-  if (!found || found.revision === doc.value?.revision || job.value) return;
-  await openAddress();
-  await loadDocument();
+  if (found && found.revision !== source.revision && !job.value) await reopenAddress();
 });

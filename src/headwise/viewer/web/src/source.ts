@@ -1,5 +1,7 @@
 // Where the page gets its data: the local server, or the data embedded in an exported file.
 
+import { signal } from "@preact/signals";
+
 export interface TokenRow {
   ids: number[];
   words: string[];
@@ -123,12 +125,17 @@ export class RequestError extends Error {
 
 export interface DataSource {
   readonly isLive: boolean;
+  /** The revision that this window shows; the server answers about no other. Null is the one that is open. */
+  revision: number | null;
   document(): Promise<ViewDocument>;
   fetchArrays(path: string, signal?: AbortSignal): Promise<Message>;
   fetchFile(path: string): Promise<SavedFile>;
   /** Run a job to its end and return its result; rejects if it fails or is cancelled. */
   runJob(body: Record<string, unknown>, onEvent: (event: JobEvent) => void, signal?: AbortSignal): Promise<any>;
 }
+
+/** Whether another window of the server has opened another text than the one shown here. */
+export const otherWindow = signal(false);
 
 const TYPES = { u8: Uint8Array, f32: Float32Array, i32: Int32Array } as const;
 
@@ -157,6 +164,7 @@ export function takeToken(): string {
 
 export class LiveSource implements DataSource {
   readonly isLive = true;
+  revision: number | null = null;
   constructor(private readonly token: string) {}
 
   private async request(path: string, options: RequestInit = {}): Promise<Response> {
@@ -164,7 +172,7 @@ export class LiveSource implements DataSource {
     try {
       response = await fetch(`/api/${path}`, {
         ...options,
-        headers: { ...options.headers, "X-Session-Token": this.token },
+        headers: { ...options.headers, "X-Session-Token": this.token, ...(this.revision !== null && path !== "document" && { "X-Revision": String(this.revision) }) },
       });
     } catch (error) {
       if (error instanceof DOMException && error.name === "AbortError") throw error;
@@ -172,6 +180,7 @@ export class LiveSource implements DataSource {
     }
     if (!response.ok) {
       const body = await response.json().catch(() => null);
+      if (body?.error?.fact === "error.otherWindow") otherWindow.value = true;
       throw new RequestError(
         response.status,
         body?.error ?? (response.status === 401 ? { fact: "error.session", remedy: "error.sessionRemedy" } : { fact: `HTTP ${response.status}`, remedy: "" }),
@@ -181,7 +190,9 @@ export class LiveSource implements DataSource {
   }
 
   async document(): Promise<ViewDocument> {
-    return (await this.request("document")).json();
+    const found = await (await this.request("document")).json();
+    this.revision ??= found.revision;
+    return found;
   }
 
   async fetchArrays(path: string, signal?: AbortSignal): Promise<Message> {
@@ -209,8 +220,10 @@ export class LiveSource implements DataSource {
     if (last.state === "failed") throw new RequestError(500, last.error ?? { fact: "error.jobFailed", remedy: "" });
     if (last.state !== "done") throw new RequestError(499, { fact: last.note || "error.jobCancelled", remedy: "" });
     const answer = await this.request(`jobs/${job}/result`);
-    const isJson = answer.headers.get("Content-Type")?.startsWith("application/json");
-    return isJson ? answer.json() : decodeMessage(await answer.arrayBuffer());
+    if (!answer.headers.get("Content-Type")?.startsWith("application/json")) return decodeMessage(await answer.arrayBuffer());
+    const result = await answer.json();
+    this.revision = result.revision ?? this.revision;
+    return result;
   }
 }
 
@@ -239,6 +252,7 @@ function fromBase64(text: string): ArrayBuffer {
 /** The data of an exported file: answers by address, and the exact weights of each head if the file is small enough. */
 export class ExportSource implements DataSource {
   readonly isLive = false;
+  revision: number | null = null;
   constructor(private readonly data: ExportData) {}
 
   async document(): Promise<ViewDocument> {

@@ -1,7 +1,7 @@
 // All state of the page as signals. What a link must restore is mirrored in the URL hash.
 
 import { batch, computed, effect, signal, type Signal, useSignal, useSignalEffect } from "@preact/signals";
-import { type AblatedHead, type JobEvent, makeSource, type Message, type PageError, RequestError, type Site, type ViewDocument } from "./source";
+import { type AblatedHead, type JobEvent, makeSource, type Message, otherWindow, type PageError, RequestError, type Site, type ViewDocument } from "./source";
 import { between, keepInUrl, keepUrl, oneOf, toFlag, toList, toNumber, toNumberOrNull, toText, urlSignal } from "./url_state";
 
 export const source = makeSource();
@@ -63,7 +63,18 @@ export const addedTokens = urlSignal<number[]>("add", [], (text) => toList(text)
 export const DIFF_KINDS = ["text", "ablated", "other"] as const;
 export type DiffKind = (typeof DIFF_KINDS)[number];
 export const diffKind = urlSignal<DiffKind>("with", "text", oneOf(DIFF_KINDS));
-export const showsTable = urlSignal("table", false, toFlag);
+const tableScreens = signal<readonly ScreenId[]>([]);
+/** Whether the screen shows tables in place of charts; each screen keeps its own choice. */
+export const showsTable = {
+  get value(): boolean {
+    return tableScreens.value.includes(screen.value);
+  },
+  set value(isTable: boolean) {
+    const others = tableScreens.value.filter((id) => id !== screen.value);
+    tableScreens.value = isTable ? [...others, screen.value] : others;
+  },
+};
+keepInUrl("table", showsTable, toFlag);
 /** The text that the model reads, its source, and the model or trace; "" is what the server was started with. */
 export const openText = urlSignal("text", "", toText, "work");
 export const openSource = urlSignal("source", "", toText, "work");
@@ -86,7 +97,8 @@ export const measures = signal<MeasureTable | null>(null);
 export const job = signal<{ kind: string; event: JobEvent; abort: AbortController; screen: ScreenId } | null>(null);
 /** Whether the heads are being measured, which can be two jobs. */
 export const isMeasuring = signal(false);
-export const jobError = signal<PageError | null>(null);
+/** The error of the last job. One of a text stays on all screens, because the box of the text does. */
+export const jobError = signal<(PageError & { isOfText?: boolean }) | null>(null);
 export const isLoaded = signal(false);
 export const overlay = signal<"" | "commands" | "keys" | "export">("");
 export const announcement = signal("");
@@ -211,6 +223,10 @@ export function moveHead(layers: number, heads: number): void {
 export async function loadDocument(): Promise<void> {
   try {
     const found = await source.document();
+    if (source.isLive && found.revision !== source.revision) {
+      otherWindow.value = true;
+      return;
+    }
     const table = found.sites.length ? await source.fetchArrays("measures") : null;
     const before = doc.value; // read only now: a head may have been switched off while the measures came
     const isSameModel = before?.sites.length === found.sites.length && before.sites.every((item, number) => item.name === found.sites[number]!.name);
@@ -219,6 +235,7 @@ export async function loadDocument(): Promise<void> {
       if (waitingAblated && found.capabilities.ablate.possible) doc.value = { ...doc.value, ablated: parseAblated(waitingAblated) };
       waitingAblated = null;
       loadError.value = null;
+      otherWindow.value = false;
       if (!found.sites[selectedSite.value]) selectedSite.value = 0;
       if (selectedHead.value >= (found.sites[selectedSite.value]?.heads ?? 0)) selectedHead.value = 0;
       measures.value = table && readMeasures(table); // with the document, so that the first screen does not move
@@ -234,7 +251,7 @@ export async function loadDocument(): Promise<void> {
       };
     });
   } catch (error) {
-    loadError.value = toPageError(error);
+    if (!otherWindow.value) loadError.value = toPageError(error);
   }
 }
 
@@ -287,7 +304,8 @@ async function startJob(kind: string, body: Record<string, unknown>, asked: Scre
   try {
     return await source.runJob({ kind, ...body }, (event) => (job.value = { kind, event, abort, screen: asked }), abort.signal);
   } catch (error) {
-    if (!abort.signal.aborted && screen.value === asked) jobError.value = toPageError(error); // an error belongs to its screen
+    const isOfText = kind === "text";
+    if (!abort.signal.aborted && (isOfText || screen.value === asked)) jobError.value = { ...toPageError(error), isOfText };
     return null;
   } finally {
     job.value = null;
@@ -365,7 +383,7 @@ export function startHash(): void {
   keepUrl(screen, SCREENS);
   effect(() => {
     void screen.value;
-    jobError.value = null; // an error belongs to the screen where it was shown
+    if (!jobError.peek()?.isOfText) jobError.value = null; // an error belongs to the screen where it was shown
   });
   effect(() => {
     if (theme.value) document.documentElement.dataset["theme"] = theme.value;

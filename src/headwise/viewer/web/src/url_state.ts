@@ -110,6 +110,15 @@ function makeHash(screen: string): string {
   return `#/${screen}${query ? `?${query}` : ""}`;
 }
 
+const SCROLL_TRIES = 40; // 2 s, in which a screen gets what it shows
+
+/** Scroll to where a screen was left, as soon as it is long enough; stops when the user scrolls. */
+function scrollWhenLong(top: number, tries = SCROLL_TRIES, last = scrollY): void {
+  if (scrollY !== last && tries < SCROLL_TRIES) return;
+  scrollTo(0, top);
+  if (scrollY < top - 1 && tries > 0) setTimeout(scrollWhenLong, 50, top, tries - 1, scrollY);
+}
+
 let readAddress = (): string => location.href;
 
 /** The address of what is shown now, also where the browser's own waits for its next change. */
@@ -132,13 +141,16 @@ export function keepUrl<Name extends string>(screen: Signal<Name>, screens: read
     if (next === location.hash || location.hash !== known) return; // another address arrived, and its event follows
     // the whole address, because in a frame without one of its own `#...` is relative to the document around it
     const address = location.href.replace(/#.*$/, "") + next;
+    const isNew = screen.peek() !== shown;
     try {
-      if (screen.peek() === shown) history.replaceState({ isOwn: true }, "", address);
-      else history.pushState({ isOwn: true }, "", address);
+      if (isNew) history.replaceState({ isOwn: true, top: scrollY }, ""); // what a step back restores
+      if (isNew) history.pushState({ isOwn: true }, "", address);
+      else history.replaceState({ isOwn: true }, "", address);
       known = location.hash;
     } catch {
       // a sandboxed frame may not change its address; the state is kept in memory
     }
+    if (isNew) scrollTo(0, 0);
     shown = screen.peek();
     written = performance.now();
   };
@@ -152,13 +164,15 @@ export function keepUrl<Name extends string>(screen: Signal<Name>, screens: read
   });
   const onMove = () => {
     clearTimeout(timer);
-    const isOwn = (history.state as { isOwn?: boolean } | null)?.isOwn === true;
+    const { isOwn = false, top = 0 } = (history.state ?? {}) as { isOwn?: boolean; top?: number };
+    const before = shown;
     known = location.hash;
     shown = (/^#\/([a-z]+)/.exec(known)?.[1] ?? shown) as Name;
     read(isOwn ? ["view"] : ["view", "work"]);
     shown = screen.peek();
     next = makeHash(shown);
     write();
+    if (shown !== before) scrollWhenLong(top);
   };
   readAddress = () => location.href.replace(/#.*$/, "") + next;
   addEventListener("beforeunload", write);

@@ -145,11 +145,13 @@ export function TableButton(): JSX.Element {
   );
 }
 
-export function ErrorNote({ fact, remedy, onRetry }: { fact: string; remedy: string; onRetry?: () => void }): JSX.Element {
+export function ErrorNote({ fact, remedy, children, onRetry }: { fact: string; remedy: string; children?: ComponentChildren; onRetry?: () => void }): JSX.Element | null {
+  if (fact === "error.otherWindow") return null; // the frame says it
   return (
     <div class="note bad" role="alert">
       <p class="b">{say(fact)}</p>
       {remedy && <p>{say(remedy)}</p>}
+      {children}
       {onRetry && <Button onClick={onRetry}>{t("state.retry")}</Button>}
     </div>
   );

@@ -3,21 +3,24 @@
 import type { JSX } from "preact";
 import { t } from "../i18n";
 
-export type Letter = "p" | "s" | "r" | "b" | "k" | "d" | "i" | "t" | "a" | "u";
-
-/** The outline of each badge in a box of 16 x 16, for SVG and for canvases. */
-export const BADGE_PATHS: Record<Letter, string> = {
+/** The letters of classes in the order of the library, and the outline of each badge in a box of 16 x 16, for SVG and for canvases. */
+export const BADGE_PATHS = {
+  k: "M-.5 1.5h17L8 16z",
   p: "M.5 8a7.5 7.5 0 1015 0 7.5 7.5 0 10-15 0z",
   s: "M.75.75h14.5v14.5H.75z",
   r: "M8 0l8 8-8 8-8-8z",
-  b: "M5.5 2.5h5a5.5 5.5 0 010 11h-5a5.5 5.5 0 010-11z",
-  k: "M-.5 1.5h17L8 16z",
-  d: "M.75.75h11v3.5h3.5v11h-11v-3.5h-3.5z",
   i: "M-.5 14.5h17L8 0z",
+  d: "M.75.75h11v3.5h3.5v11h-11v-3.5h-3.5z",
+  e: "M8 15.7L.4 10.2l2.9-9h9.4l2.9 9z",
   t: "M8 .3l7.6 5.5-2.9 9H3.3L.4 5.8z",
   a: "M4 .9h8l4 7.1-4 7.1H4L0 8z",
+  b: "M5.5 2.5h5a5.5 5.5 0 010 11h-5a5.5 5.5 0 010-11z",
+  n: "M5 .5h6L15.5 5v6L11 15.5H5L.5 11V5z",
+  h: "M0 3h16v10H0z",
+  v: "M3 0h10v16H3z",
   u: "M1.5 8a6.5 6.5 0 1013 0 6.5 6.5 0 10-13 0z",
 };
+export type Letter = keyof typeof BADGE_PATHS;
 /** The letter that a badge shows; a point for no class, as in the tables of the command line. */
 export const badgeSign = (letter: Letter): string => (letter === "u" ? "·" : letter.toUpperCase());
 
@@ -27,18 +30,14 @@ export function badgeBaseline(letter: Letter): number {
 }
 export const LETTERS = Object.keys(BADGE_PATHS) as Letter[];
 
-/** The letter of a class by the library's name of it, such as "previous" or "obj -> governor". */
-export function classLetter(name: string | undefined): Letter {
-  if (!name || name === "unclear") return "u";
-  if (/sink/.test(name)) return "k";
-  if (/previous|next|self|offset|position|first|^neighbour$|^row$|^column$/.test(name)) return "p";
-  if (/rare/.test(name)) return "r";
-  if (/broad|global/.test(name)) return "b";
-  if (/duplicate/.test(name)) return "d";
-  if (/induction/.test(name)) return "i";
-  if (/punctuation|separator|delimiter/.test(name)) return "t";
-  if (/alignment/.test(name)) return "a";
-  return "s";
+const CLASS_LETTERS: Record<string, Letter> = {
+  sink: "k", first: "k", previous: "p", self: "p", next: "p", offset: "p", "rare-token": "r", induction: "i", duplicate: "d",
+  separator: "e", punctuation: "t", alignment: "a", broad: "b", neighbour: "n", row: "h", column: "v", unclear: "u",
+};
+
+/** The letter of a class by the library's name of it, such as "previous" or "syntactic det to its governor". */
+export function classLetter(name = "unclear"): Letter {
+  return CLASS_LETTERS[name.split(" ")[0]!] ?? "s";
 }
 
 export function className(letter: Letter): string {

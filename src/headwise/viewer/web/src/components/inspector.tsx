@@ -15,7 +15,6 @@ export function Inspector(): JSX.Element {
   if (!item) return <aside class="side" aria-label={t("inspector.label")} />;
   const index = headIndex.value;
   const name = headName(selectedSite.value, selectedHead.value);
-  const classes = classesOf(index);
   const off = isAblated(selectedSite.value, selectedHead.value);
   const reason = say(ablateReason());
   const isPinned = pinned.value.includes(`${selectedSite.value}.${selectedHead.value}`);
@@ -33,16 +32,7 @@ export function Inspector(): JSX.Element {
           {item.name}
           {item.kvHeads < item.heads && ` · ${t("map.kvGroup", { kv: item.kvHeadOfQuery[selectedHead.value] ?? 0 })}`}
         </p>
-        {measures.value?.severalTexts && (
-          <p class="row top">
-            <Badge name={classes[0]?.name} size={20} />
-            <span>
-              <b class="b">{classWord(classes[0]?.name)}</b>
-              <br />
-              <span class="t2 sm">{classes[0]?.isOwn ? t("classify.isOwn") : (classes[0] ? say(classes[0].evidence) : t("inspector.noClass"))}</span>
-            </span>
-          </p>
-        )}
+        <HeadClass />
         {screen.value !== "head" && (
           <button class="pick" type="button" onClick={() => (screen.value = "head")}>
             <Heatmap
@@ -82,6 +72,22 @@ export function Inspector(): JSX.Element {
         </section>
       )}
     </aside>
+  );
+}
+
+/** The class of the selected head and what speaks for it. */
+export function HeadClass(): JSX.Element | null {
+  if (!measures.value?.severalTexts) return null;
+  const best = classesOf(headIndex.value)[0];
+  return (
+    <p class="row top evidence">
+      <Badge name={best?.name} size={20} />
+      <span>
+        <b class="b">{classWord(best?.name)}</b>
+        <br />
+        <span class="t2 sm">{best?.isOwn ? t("classify.isOwn") : best ? say(best.evidence) : t("inspector.noClass")}</span>
+      </span>
+    </p>
   );
 }
 

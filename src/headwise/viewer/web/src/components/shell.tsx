@@ -2,9 +2,10 @@
 
 import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
-import { measureHeads, setAblated } from "../actions";
+import { measureHeads, reopenAddress, setAblated, shownTexts } from "../actions";
 import { isTextKey, say, t, type TextKey } from "../i18n";
 import { doc, headCount, headName, isDark, isMeasuring, job, jobError, language, measures, overlay, screen, SCREENS, sites, source, theme, type ScreenId } from "../state";
+import { otherWindow } from "../source";
 import { Button, ErrorNote, Icon } from "./basics";
 import { Inspector } from "./inspector";
 import { TextBox } from "./text_box";
@@ -32,6 +33,7 @@ export function Shell({ children }: { children: ComponentChildren }): JSX.Elemen
       <main class="main" id="main" tabIndex={-1}>
         <JobNotes />
         <AblatedNote />
+        <OtherWindowNote />
         {children}
       </main>
       <Inspector />
@@ -154,6 +156,23 @@ function AblatedNote(): JSX.Element | null {
   );
 }
 
+/** Says that what this window shows is not what the server has open, because another window changed it. */
+function OtherWindowNote(): JSX.Element | null {
+  if (!otherWindow.value) return null;
+  return (
+    <p class="note off-note" role="alert">
+      <b class="b">{t("error.otherWindow")}</b>
+      <span class="t2 sm grow">{t("error.stillShown", { text: shownPair() })}</span>
+      <Button onClick={() => void reopenAddress()}>{t("window.reopen")}</Button>
+    </p>
+  );
+}
+
+/** The texts of the open run as one line. */
+function shownPair(): string {
+  return Object.values(shownTexts()).filter(Boolean).join(" → ");
+}
+
 /** Progress of the running job with its cancel button, and the error of the last one. */
 function JobNotes(): JSX.Element {
   const running = isElsewhere() ? null : job.value;
@@ -170,7 +189,11 @@ function JobNotes(): JSX.Element {
           {(!total || done < total) && <Button onClick={() => running.abort.abort()}>{t("job.cancel")}</Button>}
         </div>
       )}
-      {jobError.value && <ErrorNote {...jobError.value} />}
+      {jobError.value && (
+        <ErrorNote {...jobError.value}>
+          {jobError.value.isOfText && <p class="t2 shown-text">{t("error.stillShown", { text: shownPair() })}</p>}
+        </ErrorNote>
+      )}
     </div>
   );
 }

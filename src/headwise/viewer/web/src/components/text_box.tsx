@@ -5,7 +5,7 @@ import type { JSX } from "preact";
 import { runText, shownTexts } from "../actions";
 import { say, t } from "../i18n";
 import { Form } from "./basics";
-import { doc, source } from "../state";
+import { doc, jobError, source } from "../state";
 
 /** Whether an encoder-decoder model writes the target itself: for another source, unless a target was typed. */
 export function chooseTarget(shown: { source: string; text: string }, typed: { source: string; text: string }): string {
@@ -37,7 +37,10 @@ export function TextBox(): JSX.Element {
       value={name === "text" ? chooseTarget(shown, typed.value) : typed.value.source}
       onInput={(event) => (typed.value = { ...typed.value, [name]: event.currentTarget.value })}
       onKeyDown={(event) => {
-        if (event.key === "Escape") typed.value = shown;
+        if (event.key === "Escape") {
+          typed.value = shown;
+          jobError.value = null;
+        }
         if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
         event.preventDefault();
         submit();

@@ -8,7 +8,7 @@ const WORDS: Record<string, { en: string; zh: readonly [name: string, meaning: s
   breadth: { en: "exp(entropy) over the number of allowed keys", zh: ["宽度", "exp(熵) 与可见键数之比"] },
   confidence: { en: "largest weight of a row", zh: ["置信度", "一行中的最大权重"] },
   distance: { en: "mean number of tokens between query and key", zh: ["距离", "查询与键之间的平均词元数"] },
-  sink: { en: "weight on sinks", zh: ["汇点", "汇点上的权重"] },
+  sink: { en: "weight on sinks: tokens that take the weight that a head does not need elsewhere, such as the first", zh: ["汇点", "汇点上的权重：汇点是吸收多余注意力的词元，如第一个词元"] },
   first: { en: "weight on the first token", zh: ["首个词元", "第一个词元上的权重"] },
   separator: { en: "weight on separators", zh: ["分隔符", "分隔符上的权重"] },
   punctuation: { en: "weight on punctuation, sinks left out", zh: ["标点", "标点上的权重（不计汇点）"] },

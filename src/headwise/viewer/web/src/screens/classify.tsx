@@ -3,7 +3,7 @@
 import { computed, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { Button, type Column, Meter, Panel, saveBlob, Toolbar } from "../components/basics";
-import { Badge, classLetter, className, LETTERS, type Letter } from "../components/class_badge";
+import { Badge, classLetter, className, LetterBadge, LETTERS, type Letter } from "../components/class_badge";
 import { ClassEvidence } from "../components/class_evidence";
 import { DataTable } from "../components/data_table";
 import { MeasurePrompt } from "../components/shell";
@@ -118,7 +118,7 @@ function ThresholdPanel({ rows }: { rows: Row[] }): JSX.Element {
       <div class="thresholds" role="status">
         {known.map((letter) => (
           <div class="threshold" key={letter}>
-            <Badge name={letter === "u" ? undefined : rows.find((row) => classLetter(nameOf(row)) === letter)?.top?.name ?? className(letter)} />
+            <LetterBadge letter={letter} />
             <button type="button" aria-pressed={shownLetter.value === letter} onClick={() => (shownLetter.value = shownLetter.value === letter ? null : letter)}>
               {className(letter)}
             </button>

@@ -8,6 +8,7 @@ import { MAX_CELLS, useHeadData, type HeadData, type Pointed } from "../componen
 import { MarginalTables, Minimap, OffsetProfile, RowPanel } from "../components/head_panels";
 import { isSameView, Matrix } from "../components/matrix";
 import { HeadExamples } from "../components/head_examples";
+import { HeadClass } from "../components/inspector";
 import { PatchPanel } from "../components/patch_panel";
 import { QueryKeyPoints } from "../components/query_key_points";
 import { StrongestPairs, TokenLines } from "../components/token_lines";
@@ -31,6 +32,7 @@ export function HeadScreen(): JSX.Element {
   return (
     <>
       <HeadToolbar item={item} />
+      <HeadClass />
       {data.error.value && <ErrorNote {...data.error.value} />}
       <div class="head-lay">
         <div class="stack">

@@ -1,15 +1,16 @@
 // Similarity: distances between heads, clusters below a threshold, and a proposal which heads could go.
 
-import { batch, signal, useSignal } from "@preact/signals";
+import { batch, signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { setAblated } from "../actions";
-import { bind, Button, choices, type Column, Form, Heatmap, Notes, Panel, Segmented, Select, TableButton, Toolbar } from "../components/basics";
+import { Button, choices, type Column, Form, Heatmap, Notes, Panel, Segmented, Select, TableButton, Toolbar } from "../components/basics";
+import { thumbnailImage } from "../canvas/heatmap";
 import { Badge } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { Dendrogram } from "../components/dendrogram";
 import { streamName } from "../components/tokens";
 import { format, say, t } from "../i18n";
-import { classesOf, doc, firstHeads, headName, isAblated, job, runJob, scale, screen, selectedHead, selectedSite, selectHead, showsTable, source } from "../state";
+import { classesOf, doc, firstHeads, headName, isAblated, job, runJob, scale, screen, selectedHead, selectedSite, selectHead, showsTable, source, thumbnails } from "../state";
 import type { Message } from "../source";
 import { between, oneOf, urlSignal } from "../url_state";
 
@@ -56,6 +57,17 @@ function representative(members: number[], group: Group): number {
   return members.reduce((best, head) => (total(head) < total(best) ? head : best));
 }
 
+/** The place of the selected head among the heads of a group; -1 if it is not one of them. */
+function placeIn(group: Group): number {
+  return group.heads.findIndex(([site, head]) => site === selectedSite.value && head === selectedHead.value);
+}
+
+/** The other heads of a group with their distances from one, the nearest first. */
+export function neighbours({ heads, distances }: { heads: unknown[]; distances: Float32Array }, head: number): { head: number; distance: number }[] {
+  const all = heads.map((_, other) => ({ head: other, distance: distances[head * heads.length + other]! }));
+  return all.filter((other) => other.head !== head).sort((a, b) => a.distance - b.distance);
+}
+
 const LEAST_TEXTS = 2; // the intervals are over texts
 
 /** The last comparison, which stays while other screens are open, and what was left out of it. */
@@ -90,16 +102,20 @@ function chooseBasis(next: Basis): void {
 }
 
 export function SimilarityScreen(): JSX.Element {
-  const chosen = useSignal("0");
   const canCompare = source.isLive && doc.value?.capabilities.measure.possible;
   const alike = groups.value.filter(({ by }) => by === basis.value);
-  const group = alike[Number(chosen.value)] ?? alike[0];
+  const group = alike.find((item) => placeIn(item) >= 0) ?? alike[0];
   return (
     <>
       <Toolbar title={t("similar.title")} hint={group ? "" : t("similar.hint")}>
         <Segmented label={t("similar.by")} value={basis.value} options={choices("similar.by.", BASES)} onChange={chooseBasis} />
         {alike.length > 1 && basis.value !== "circuits" && (
-          <Select label={t("tokens.label")} {...bind(chosen)} options={alike.map((item, number) => [String(number), item.streams.map(streamName).join(" → ")] as const)} />
+          <Select
+            label={t("tokens.label")}
+            value={String(alike.indexOf(group!))}
+            options={alike.map((item, number) => [String(number), item.streams.map(streamName).join(" → ")] as const)}
+            onChange={(number) => selectHead(...alike[Number(number)]!.heads[0]!)}
+          />
         )}
         {group && <TableButton />}
       </Toolbar>
@@ -138,13 +154,9 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
   clusters.forEach((cluster, head) => members.set(cluster, [...(members.get(cluster) ?? []), head]));
   const order = [...members.values()].sort((a, b) => b.length - a.length).flat();
   const most = Math.max(...group.distances, 1e-9);
-  const pixels = Uint8Array.from({ length: count * count }, (_, cell) => {
-    const distance = group.distances[order[Math.floor(cell / count)]! * count + order[cell % count]!]!;
-    return Math.round((1 - distance / most) * 255);
-  });
   const shared = [...members.values()].filter((heads) => heads.length > 1).sort((a, b) => b.length - a.length);
   const name = (head: number) => headName(...group.heads[head]!);
-  const matrix = t("similar.matrix", { most: format(most), unit: t(`similar.unit.${group.by}`) });
+  const unit = t(`similar.unit.${group.by}`);
   const propose = (next: "lab" | "prune") => {
     const removed = shared.flatMap((heads) => heads.filter((head) => head !== representative(heads, group)));
     const added = removed.map((head) => group.heads[head]!).filter(([site, head]) => !isAblated(site, head));
@@ -153,10 +165,11 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
   };
   return (
     <div class="stack similar">
-      {group.by === "attention" ? <Findings text={say(group.sentence)} /> : <p>{t(`similar.about.${group.by}`, { count })}</p>}
+      <p>{group.by === "attention" ? say(group.sentence) : t(`similar.about.${group.by}`, { count })}</p>
+      <NearestHeads group={group} name={name} />
       <div class="toolbar">
         <label class="picker range">
-          <span>{t("similar.cut")} {format(threshold)}</span>
+          <span>{t("similar.cut", { value: format(threshold), unit })}</span>
           <input type="range" min="0" max={most} step={most / 200} value={threshold} onInput={(event) => onCut(Number(event.currentTarget.value))} />
         </label>
         <span class="t2">{t(group.by === "attention" ? "similar.clusters" : "similar.clustersOnly", { count: members.size, chance: group.clustersByChance })}</span>
@@ -166,7 +179,7 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
       </div>
       {!showsTable.value && (
         <Panel title={t("tree.title")} footer={<span class="t3 sm">{t("tree.hint")}</span>}>
-          <Dendrogram heads={group.heads} merges={group.merges} threshold={threshold} unit={t(`similar.unit.${group.by}`)} name={name} onCut={onCut} />
+          <Dendrogram heads={group.heads} merges={group.merges} threshold={threshold} unit={unit} name={name} onCut={onCut} />
         </Panel>
       )}
       {showsTable.value ? (
@@ -179,9 +192,7 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
         </>
       ) : (
         <div class="two">
-          <Panel title={matrix}>
-            <Heatmap class="bigthumb" image={{ data: pixels, rows: count, columns: count }} scale={scale.value} label={matrix} />
-          </Panel>
+          <Panel title={t("similar.matrix", { most: format(most), unit })}><DistanceMatrix group={group} order={order} most={most} name={name} /></Panel>
           <Panel title={t("similar.map")}><Points group={group} name={name} /></Panel>
         </div>
       )}
@@ -200,14 +211,50 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
   );
 }
 
-/** What was found: the verdict, and all numbers when they are asked for. */
-function Findings({ text }: { text: string }): JSX.Element {
-  const end = text.search(/[.。](?!\d)/) + 1;
+const SHOWN_NEIGHBOURS = 5;
+
+/** The selected head and the heads that are nearest to it, as pictures; a press selects one. */
+function NearestHeads({ group, name }: { group: Group; name: (head: number) => string }): JSX.Element | null {
+  const chosen = placeIn(group);
+  if (chosen < 0) return null;
+  const shown = [{ head: chosen, distance: 0 }, ...neighbours(group, chosen).slice(0, SHOWN_NEIGHBOURS)];
   return (
-    <details class="findings">
-      <summary>{text.slice(0, end)}</summary>
-      <p>{text.slice(end).trim()}</p>
-    </details>
+    <Panel title={t("similar.nearestTo", { head: name(chosen) })}>
+      <div class="nearest">
+        {shown.map(({ head, distance }) => {
+          const [site, number] = group.heads[head]!;
+          const picture = thumbnails.value && thumbnailImage(thumbnails.value, firstHeads.value[site]! + number);
+          return (
+            <button key={head} class="pick" type="button" aria-pressed={head === chosen} onClick={() => selectHead(site, number)}>
+              <Heatmap class="bigthumb" image={picture} scale={scale.value} label={name(head)} />
+              <span class="row between sm"><b class="mono b">{name(head)}</b>{head !== chosen && <span class="t2">{format(distance)}</span>}</span>
+            </button>
+          );
+        })}
+      </div>
+    </Panel>
+  );
+}
+
+const NAMED_HEADS = 36; // of a matrix, whose names are written
+
+/** The distances of all pairs, cluster by cluster; darker is nearer. */
+function DistanceMatrix({ group, order, most, name }: { group: Group; order: number[]; most: number; name: (head: number) => string }): JSX.Element {
+  const count = order.length;
+  const pixels = Uint8Array.from({ length: count * count }, (_, cell) => {
+    const distance = group.distances[order[Math.floor(cell / count)]! * count + order[cell % count]!]!;
+    return Math.round((1 - distance / most) * 255);
+  });
+  const names = count <= NAMED_HEADS ? order : [];
+  const labels = (side: "rows" | "columns") => (
+    <div class={`token-labels ${side}`} aria-hidden="true">{names.map((head) => <span key={head}><span>{name(head)}</span></span>)}</div>
+  );
+  return (
+    <div class="matrix labelled distances">
+      {labels("columns")}
+      {labels("rows")}
+      <div class="matrix-canvas"><Heatmap image={{ data: pixels, rows: count, columns: count }} scale="lin" label={t("similar.matrix", { most: format(most), unit: t(`similar.unit.${group.by}`) })} /></div>
+    </div>
   );
 }
 
@@ -240,11 +287,9 @@ function DistanceTable({ caption, pairs, name }: { caption: string; pairs: Pair[
 
 /** The numbers behind the matrix and the map: for every head its place, its cluster and the head nearest to it. */
 function NeighbourTable({ group, clusters, name }: { group: Group; clusters: number[]; name: (head: number) => string }): JSX.Element {
-  const count = group.heads.length;
   const rows = group.heads.map((_, head) => {
-    const distance = (other: number) => (other === head ? Infinity : group.distances[head * count + other]!);
-    const nearest = Array.from({ length: count }, (_, other) => other).reduce((best, other) => (distance(other) < distance(best) ? other : best), head);
-    return { head, nearest, distance: distance(nearest), cluster: clusters[head]!, x: group.points[head * 2]!, y: group.points[head * 2 + 1]! };
+    const { head: nearest, distance } = neighbours(group, head)[0]!;
+    return { head, nearest, distance, cluster: clusters[head]!, x: group.points[head * 2]!, y: group.points[head * 2 + 1]! };
   });
   type Row = (typeof rows)[number];
   const column = (key: "distance" | "x" | "y", title: string): Column<Row> => ({ key, title, numeric: true, value: (row) => row[key], cell: (row) => format(row[key]) });
@@ -253,7 +298,7 @@ function NeighbourTable({ group, clusters, name }: { group: Group; clusters: num
       caption={t("similar.table")}
       rows={rows}
       onSelect={({ head }) => selectHead(...group.heads[head]!)}
-      isSelected={({ head }) => group.heads[head]![0] === selectedSite.value && group.heads[head]![1] === selectedHead.value}
+      isSelected={({ head }) => head === placeIn(group)}
       columns={[
         { key: "head", title: t("head"), value: ({ head }) => name(head) },
         { key: "nearest", title: t("similar.nearest"), value: ({ nearest }) => name(nearest) },
@@ -276,7 +321,7 @@ function Points({ group, name }: { group: Group; name: (head: number) => string 
       {group.heads.map(([site, head], index) => {
         const top = classesOf((firstHeads.value[site] ?? 0) + head)[0]?.name;
         return (
-          <g key={index} class="point" transform={`translate(${place(xs[index]!, Math.min(...xs)) - 7} ${place(ys[index]!, Math.min(...ys)) - 7})`} onClick={() => selectHead(site, head)}>
+          <g key={index} class={index === placeIn(group) ? "point chosen" : "point"} transform={`translate(${place(xs[index]!, Math.min(...xs)) - 7} ${place(ys[index]!, Math.min(...ys)) - 7})`} onClick={() => selectHead(site, head)}>
             <title>{name(index)}</title>
             <Badge name={top} size={14} />
           </g>
