@@ -145,10 +145,9 @@ def test_the_page_shows_classes_with_the_letters_names_and_colours_of_figures():
     """Of a class, the page, a figure and a table show one letter, one name and one colour."""
     web = Path(export_files.__file__).with_name("web") / "src"
     css = (web / "styles" / "tokens.css").read_text("utf-8")
-    names = (web / "i18n" / "texts_frame.ts").read_text("utf-8")
     badges = (web / "components" / "class_badge.tsx").read_text("utf-8")
     colours = dict(re.findall(r"--c-(\w):(#\w+);", css))
-    shown = dict(re.findall(r'"class\.(\w)": \["([\w-]+)"', names))
+    shown = dict(re.findall(r'\b(\w): "([a-z-]+)"[,\n ]', badges))
     outlines = re.findall(r'^  (\w): "M', badges, re.MULTILINE)
     styles = {
         letter.replace("·", "u").lower(): (name, colour.lower())
@@ -272,7 +271,7 @@ def test_files_of_the_selected_head_are_saved(page: Any, tmp_path: Path):
             files[label] = tmp_path / download.value.suggested_filename
     assert files["SVG"].name == f"headwise-dates-{PAGE_SITE}-2.svg"
     texts = [part.text for part in ElementTree.fromstring(files["SVG"].read_text("utf-8")).iter()]
-    assert f"dates: {PAGE_SITE} head 2" in texts
+    assert f"dates: D1H2, {PAGE_SITE} head 2" in texts
     assert files["PNG"].read_bytes().startswith(b"\x89PNG")
     rows = list(csv.DictReader(io.StringIO(files["CSV"].read_text("utf-8"), newline="")))
     assert {(row["site"], row["head"]) for row in rows} == {(PAGE_SITE, "2")}

@@ -5,9 +5,9 @@ The page is a single HTML file that opens from a disk, needs no network, and sho
 the server. It contains the built page (`static/report.js` and its styles) and the answers of the
 server as JSON, with binary answers as base64. Every head is stored as a tile of at most `TILE_SIDE`
 cells a side with its masked cells; if all weights together are below `EXACT_BYTES`, the exact
-weights of every query are stored too. Its content security policy allows exactly these scripts and
-styles, by their checksums, and no request at all. Tokens and other texts are data: no character of
-them can end the element that holds them.
+weights of every query and their means by key, query and distance are stored too. Its content
+security policy allows exactly these scripts and styles, by their checksums, and no request at all.
+Tokens and other texts are data: no character of them can end the element that holds them.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ def collect_answers(model: OpenModel) -> dict[str, Any]:
             address = f"/api/tile?site={site}&head={head}"
             answers[address] = ask(model, f"{address}&rows={TILE_SIDE}&cols={TILE_SIDE}")
             if count_bytes(trace) <= EXACT_BYTES:
+                marginals = f"/api/marginals?site={site}&head={head}"
+                answers[marginals] = ask(model, marginals)
                 exact = trace.head_weights(layer.name, head).astype(np.dtype("<f4"))
                 weights[f"{site}/{head}"] = {"shape": list(exact.shape), "base64": _base64(exact)}
     return {"version": 1, "answers": encode_answers(answers), "weights": weights}

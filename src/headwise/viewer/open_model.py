@@ -109,15 +109,16 @@ class OpenModel:
 
     `load_model` loads the model when it is first needed, so that the trace shows immediately.
     `revision` grows whenever another trace is shown, so that a window of the page is not answered
-    about the text that another window opened. `table` holds the measures over several texts, `own_table` over the open text alone.
-    `output_folder` is where pruned and converted models may be written; None forbids
-    writing. `target` is the model folder as named on the command line, "" for other models. `texts`
-    are the initial lines of screens that need several texts. `pruned` lists the heads removed
-    earlier from each site, by their original numbers. `other` is the model or trace to compare with
-    ("" for none), and `comparison` the last comparison; `loading` is where models are loaded. If
-    `grouping` merges or leaves out tokens, `trace` is that view of `recorded`. `folders` hold the
-    other models and traces that the page may open; `opened_name` is the one that is open ("" is
-    the first, which `first` keeps), and `first_trace` the run that it was opened with.
+    about the text that another window opened. `table` holds the measures over several texts,
+    `own_table` over the open text alone. `output_folder` is where pruned and converted models may
+    be written; None forbids writing. `target` is the model folder as named on the command line, ""
+    for other models. `texts` are the initial lines of screens that need several texts. `pruned`
+    lists the heads removed earlier from each site, by their original numbers. `other` is the model
+    or trace to compare with ("" for none), and `comparison` the last comparison; `loading` is where
+    models are loaded. If `grouping` merges or leaves out tokens, `trace` is that view of
+    `recorded`. `folders` hold the other models and traces that the page may open; `opened_name` is
+    the one that is open ("" is the first, which `first` keeps), and `first_trace` the run that it
+    was opened with.
     """
 
     trace: Trace | None = None

@@ -61,6 +61,14 @@ export function shownTexts(): { source: string; text: string } {
   return { source: read("source"), text: read("text") };
 }
 
+/** Texts that the screens work on, one a line: those that the model was opened with, else the open one, until they are edited. */
+export const givenTexts = signal<string | null>(null);
+export const openTexts = computed(() => {
+  const rows = ["source", "text"].flatMap((stream) => doc.value?.streams[stream]?.[0] ?? []);
+  return givenTexts.value ?? (doc.value?.texts.join("\n") || rows.map((row) => row.text || row.words.join(" ")).join("\t"));
+});
+export const textLines = computed(() => openTexts.value.split("\n").filter((line) => line.trim()));
+
 /** Read a text; an encoder-decoder model writes the target of a source that has none. */
 export async function runText(text: string, source = ""): Promise<void> {
   const before = [openText.value, openSource.value];

@@ -1,7 +1,7 @@
 // What the Lab is about to compute: modes and tokens; and the jobs that compute it.
 
 import { batch, computed, signal } from "@preact/signals";
-import { ablateReason, setAblated } from "./actions";
+import { ablateReason, setAblated, textLines } from "./actions";
 import type { Quality } from "./screens/prune_result";
 import { doc, runJob, selectedHead, selectedSite, sites } from "./state";
 import { between, keepInUrl, oneOf, readRanges, toList, toText, urlSignal, writeRanges } from "./url_state";
@@ -90,15 +90,12 @@ export const textKey = computed(() => Object.values(doc.value?.streams ?? {}).ma
 export const requestKey = computed(() => JSON.stringify([labRequest(), textKey.value]));
 
 export const evaluation = signal<Evaluation | null>(null);
-/** The texts of the evaluation set, one a line; those that the model was opened with until they are edited. */
-export const evaluationText = signal<string | null>(null);
-export const evaluationLines = computed(() => (evaluationText.value ?? doc.value?.texts.join("\n") ?? "").split("\n").filter((line) => line.trim()));
-export const evaluationKey = computed(() => JSON.stringify([requestKey.value, evaluationLines.value]));
+export const evaluationKey = computed(() => JSON.stringify([requestKey.value, textLines.value]));
 
 /** Compute the loss over the evaluation set, with all heads and without the chosen ones. */
 export async function evaluate(): Promise<void> {
   const request = evaluationKey.value;
-  const result = await runJob("evaluate", { ...labRequest(), texts: evaluationLines.value });
+  const result = await runJob("evaluate", { ...labRequest(), texts: textLines.value });
   if (result) evaluation.value = { ...result, request };
 }
 

@@ -222,7 +222,7 @@ export class LiveSource implements DataSource {
     const answer = await this.request(`jobs/${job}/result`);
     if (!answer.headers.get("Content-Type")?.startsWith("application/json")) return decodeMessage(await answer.arrayBuffer());
     const result = await answer.json();
-    this.revision = result.revision ?? this.revision;
+    this.revision = result?.revision ?? this.revision;
     return result;
   }
 }
@@ -266,6 +266,7 @@ export class ExportSource implements DataSource {
     if (name === "image") return this.stored(`/api/image?stream=${fields.get("stream")}`);
     const where = `site=${fields.get("site")}&head=${fields.get("head")}`;
     if ((fields.get("lens") ?? "weight") !== "weight") throw this.missing();
+    if (name === "marginals") return this.stored(`/api/marginals?${where}`);
     if (name === "tile") return this.cutTile(await this.stored(`/api/tile?${where}`), fields);
     const { weights, masked, queries, keys } = await this.exact(where, `${fields.get("site")}/${fields.get("head")}`);
     if (name === "row") {
@@ -277,7 +278,6 @@ export class ExportSource implements DataSource {
       const column = Float32Array.from({ length: queries }, (_, query) => weights[query * keys + Number(fields.get("key"))]!);
       return { fields: {}, arrays: { weights: { data: column, shape: [queries] } } };
     }
-    if (name === "marginals") return computeMarginals(weights, masked, queries, keys);
     if (name === "peak") return findPeak(weights, keys, fields);
     throw this.missing();
   }
@@ -331,35 +331,6 @@ export class ExportSource implements DataSource {
       remedy: "error.notInFileRemedy",
     });
   }
-}
-
-/** The marginals of a head, as `weight_summaries.compute_marginals` computes them. */
-function computeMarginals(weights: Float32Array, masked: Uint8Array, queries: number, keys: number): Message {
-  const sums = new Float64Array(queries + keys - 1);
-  const counts = new Int32Array(queries + keys - 1);
-  const received = new Float64Array(keys);
-  const possible = new Int32Array(keys);
-  const entropy = new Float32Array(queries);
-  const maximum = new Float32Array(queries);
-  for (let query = 0; query < queries; query++) {
-    for (let key = 0; key < keys; key++) {
-      const cell = query * keys + key;
-      if (masked[cell]) continue;
-      const weight = weights[cell]!;
-      sums[query - key + keys - 1]! += weight;
-      counts[query - key + keys - 1]! += 1;
-      received[key]! += weight;
-      possible[key]! += 1;
-      if (weight > 0) entropy[query]! -= weight * Math.log(weight);
-      maximum[query] = Math.max(maximum[query]!, weight);
-    }
-  }
-  const means = (totals: Float64Array, numbers: Int32Array) => Float32Array.from(totals, (sum, index) => (numbers[index] ? sum / numbers[index]! : 0));
-  const array = (data: Float32Array) => ({ data, shape: [data.length] });
-  return {
-    fields: { first: -(keys - 1) },
-    arrays: { received: array(means(received, possible)), entropy: array(entropy), maximum: array(maximum), by_offset: array(means(sums, counts)) },
-  };
 }
 
 /** The largest weight of a part of a head. */

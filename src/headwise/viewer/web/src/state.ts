@@ -138,13 +138,7 @@ export const firstHeads = computed(() => {
   let count = 0;
   return sites.value.map((site) => (count += site.heads) - site.heads);
 });
-const ownClassNames = computed(() => {
-  const entries = ownClasses.value.map((entry) => {
-    const [, site = "", head = "", name = ""] = /^(\d+)\.(\d+)=(.+)$/.exec(entry) ?? [];
-    return [(firstHeads.value[Number(site)] ?? NaN) + Number(head), name] as const;
-  });
-  return new Map(entries.filter(([index, name]) => Number.isFinite(index) && name));
-});
+const ownClassNames = computed(() => new Map(readClasses(ownClasses.value).map(([site, head, name]) => [firstHeads.value[site]! + head, name] as const)));
 /** The kinds of attention of the model, such as "encoder self" and "decoder cross". */
 export const stacks = computed(() => [...new Set(sites.value.map((site) => `${site.stack} ${site.kind}`))]);
 /** Whether a run of the open text takes little, so that screens compute without being asked. */
@@ -418,11 +412,12 @@ function initialLanguage(): "en" | "zh" {
 
 const SAVE_MS = 300; // after the last change
 
-function write(classes: readonly (readonly [number, number, string])[]): string[] {
+function writeClasses(classes: readonly (readonly [number, number, string])[]): string[] {
   return classes.map(([site, head, name]) => `${site}.${head}=${name}`);
 }
 
-function read(entries: readonly string[]): [number, number, string][] {
+/** The heads of the open model in entries such as "0.1=sink". */
+function readClasses(entries: readonly string[]): [number, number, string][] {
   return entries.flatMap((entry) => {
     const [, site = "", head = "", name = ""] = /^(\d+)\.(\d+)=(.+)$/.exec(entry) ?? [];
     const item = doc.value?.sites[Number(site)];
@@ -433,9 +428,9 @@ function read(entries: readonly string[]): [number, number, string][] {
 /** Show the classes of the trace unless the address names others, and keep changes with the trace. */
 export function startClassNames(): void {
   const stored = doc.value?.classes ?? [];
-  if (!ownClasses.value.length && stored.length) ownClasses.value = write(stored);
+  if (!ownClasses.value.length && stored.length) ownClasses.value = writeClasses(stored);
   if (!source.isLive) return;
-  let saved = JSON.stringify(write(stored));
+  let saved = JSON.stringify(writeClasses(stored));
   let timer = 0;
   effect(() => {
     const entries = ownClasses.value;
@@ -443,7 +438,7 @@ export function startClassNames(): void {
     if (JSON.stringify(entries) === saved) return;
     timer = window.setTimeout(() => {
       saved = JSON.stringify(entries);
-      source.runJob({ kind: "classes", classes: read(entries) }, () => undefined).catch(() => (saved = ""));
+      source.runJob({ kind: "classes", classes: readClasses(entries) }, () => undefined).catch(() => (saved = ""));
     }, SAVE_MS);
   });
 }

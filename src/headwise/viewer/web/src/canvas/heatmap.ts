@@ -43,6 +43,14 @@ export function drawHeatmap(canvas: HTMLCanvasElement, image: HeatmapImage, scal
   context.putImageData(pixels, 0, 0);
 }
 
+/** The row and the column of a picture under the pointer, by the canvas of an element; null beside it. */
+export function cellUnder(event: MouseEvent, rows: number, columns: number): [row: number, column: number] | null {
+  const area = (event.currentTarget as HTMLElement).querySelector("canvas")!.getBoundingClientRect();
+  const x = (event.clientX - area.left) / area.width;
+  const y = (event.clientY - area.top) / area.height;
+  return x < 0 || y < 0 || x >= 1 || y >= 1 ? null : [Math.floor(y * rows), Math.floor(x * columns)];
+}
+
 export const THUMBNAIL_SIDE = 64;
 const THUMBNAIL_CELLS = THUMBNAIL_SIDE * THUMBNAIL_SIDE;
 

@@ -73,6 +73,33 @@ export function Select<T extends string>(props: ChoiceProps<T> & { hidesLabel?: 
   );
 }
 
+interface NumberProps {
+  label: string;
+  value: number | "";
+  min: number;
+  max?: number;
+  onInput: (value: number) => void;
+}
+
+export function Slider({ label, onInput, ...rest }: NumberProps & { step?: number }): JSX.Element {
+  return (
+    <label class="picker range">
+      <span>{label}</span>
+      <input type="range" onInput={(event) => onInput(event.currentTarget.valueAsNumber)} {...rest} />
+    </label>
+  );
+}
+
+/** A field for a number, which is NaN while the field is empty. */
+export function NumberField({ label, onInput, ...rest }: NumberProps): JSX.Element {
+  return (
+    <label class="picker">
+      <span>{label}</span>
+      <input type="number" onInput={(event) => onInput(event.currentTarget.valueAsNumber)} {...rest} />
+    </label>
+  );
+}
+
 export function Panel(props: { title?: string; side?: ComponentChildren; footer?: ComponentChildren; children: ComponentChildren; class?: string }): JSX.Element {
   return (
     <section class={`panel ${props.class ?? ""}`}>
@@ -225,7 +252,7 @@ export function CopyCode({ text, testId }: { text: string; testId: string }): JS
   );
 }
 
-export function CopyButton({ text, label }: { text: string; label?: string }): JSX.Element {
+function CopyButton({ text }: { text: string }): JSX.Element {
   const isCopied = useSignal(false);
   const copy = async () => {
     try {
@@ -237,9 +264,7 @@ export function CopyButton({ text, label }: { text: string; label?: string }): J
     isCopied.value = true;
     setTimeout(() => (isCopied.value = false), 2000);
   };
-  return (
-    <Button onClick={() => void copy()}>{isCopied.value ? t("prune.copied") : (label ?? t("prune.copy"))}</Button>
-  );
+  return <Button onClick={() => void copy()}>{isCopied.value ? t("prune.copied") : t("prune.copy")}</Button>;
 }
 
 export function saveBlob(name: string, blob: Blob): void {

@@ -4,6 +4,7 @@
 import { useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useMemo } from "preact/hooks";
+import { cellUnder } from "../canvas/heatmap";
 import { format, say, t } from "../i18n";
 import type { Site } from "../source";
 import { doc, headPath, isCheap, scale, selectedToken, showsTable, source, useAnswer } from "../state";
@@ -61,11 +62,6 @@ function ChannelPicture(props: { shown: Products; item: Site; cell: [number, num
   const queryWord = visibleToken(streamWords(item.queryStream)[shown.query] ?? String(shown.query));
   const keyWord = (row: number) => visibleToken(words[shown.positions[row]!] ?? String(shown.positions[row]));
   const isLabelled = rows <= 64;
-  const cellAt = (event: MouseEvent): [number, number] | null => {
-    const area = (event.currentTarget as HTMLElement).getBoundingClientRect();
-    const [x, y] = [(event.clientX - area.left) / area.width, (event.clientY - area.top) / area.height];
-    return x < 0 || y < 0 || x >= 1 || y >= 1 ? null : [Math.floor(y * rows), Math.floor(x * shown.channels)];
-  };
   const scores = Array.from({ length: rows }, (_, row) => scoreOf(shown, row));
   const product = cell && shown.values[cell[0] * shown.channels + cell[1]]!;
   return (
@@ -79,7 +75,7 @@ function ChannelPicture(props: { shown: Products; item: Site; cell: [number, num
             ))}
           </div>
         )}
-        <div class="channel-canvas" onPointerMove={(event) => props.onCell(cellAt(event))} onPointerLeave={() => props.onCell(null)}>
+        <div class="channel-canvas" onPointerMove={(event) => props.onCell(cellUnder(event, rows, shown.channels))} onPointerLeave={() => props.onCell(null)}>
           <Heatmap image={image} scale={scale.value} label={t("channels.label", { keys: rows, channels: shown.channels, token: queryWord })} />
         </div>
         {isLabelled && (

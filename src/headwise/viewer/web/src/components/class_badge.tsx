@@ -1,7 +1,7 @@
 // Head classes: hue, letter and shape, never hue alone.
 
 import type { JSX } from "preact";
-import { t } from "../i18n";
+import { classWord } from "../i18n";
 
 /** The letters of classes in the order of the library, and the outline of each badge in a box of 16 x 16, for SVG and for canvases. */
 export const BADGE_PATHS = {
@@ -30,18 +30,20 @@ export function badgeBaseline(letter: Letter): number {
 }
 export const LETTERS = Object.keys(BADGE_PATHS) as Letter[];
 
-const CLASS_LETTERS: Record<string, Letter> = {
-  sink: "k", first: "k", previous: "p", self: "p", next: "p", offset: "p", "rare-token": "r", induction: "i", duplicate: "d",
-  separator: "e", punctuation: "t", alignment: "a", broad: "b", neighbour: "n", row: "h", column: "v", unclear: "u",
+const CLASS_NAMES: Record<Letter, string> = {
+  k: "sink", p: "positional", s: "syntactic", r: "rare-token", i: "induction", d: "duplicate", e: "separator", t: "punctuation", a: "alignment", b: "broad",
+  n: "neighbour", h: "row", v: "column", u: "unclear",
 };
+const GROUPS: Record<string, Letter> = { offset: "p", previous: "p", self: "p", next: "p", first: "k" };
 
 /** The letter of a class by the library's name of it, such as "previous" or "syntactic det to its governor". */
 export function classLetter(name = "unclear"): Letter {
-  return CLASS_LETTERS[name.split(" ")[0]!] ?? "s";
+  const first = name.split(" ")[0]!;
+  return GROUPS[first] ?? LETTERS.find((letter) => CLASS_NAMES[letter] === first) ?? "s";
 }
 
 export function className(letter: Letter): string {
-  return t(`class.${letter}`);
+  return classWord(CLASS_NAMES[letter]);
 }
 
 export function Badge({ name, size = 16 }: { name: string | undefined; size?: number }): JSX.Element {

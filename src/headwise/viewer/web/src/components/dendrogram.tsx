@@ -19,31 +19,33 @@ export interface Branch {
   height: number;
 }
 
-/** The order of the leaves in which no branches cross, and the branches; merges are [one, other, distance] by lowest head. */
-export function makeTree(count: number, merges: Float32Array): { order: number[]; branches: Branch[] } {
+/** The clusters of heads if all merges below a distance are made, by their lowest head, and these merges of clusters. */
+export function joinHeads(count: number, merges: Float32Array, threshold = Infinity): { members: Map<number, number[]>; joined: [first: number, second: number, distance: number][] } {
   const members = new Map<number, number[]>(Array.from({ length: count }, (_, head) => [head, [head]]));
   const root = Array.from({ length: count }, (_, head) => head);
   const find = (head: number): number => (root[head] === head ? head : (root[head] = find(root[head]!)));
   const joined: [number, number, number][] = [];
   for (let row = 0; row * 3 < merges.length; row++) {
     const [one, other] = [find(merges[row * 3]!), find(merges[row * 3 + 1]!)];
-    if (one === other) continue;
+    if (one === other || merges[row * 3 + 2]! > threshold) continue;
     const [first, second] = one < other ? [one, other] : [other, one];
     members.set(first, [...members.get(first)!, ...members.get(second)!]);
     members.delete(second);
     root[second] = first;
-    joined.push([one, other, merges[row * 3 + 2]!]);
+    joined.push([first, second, merges[row * 3 + 2]!]);
   }
+  return { members, joined };
+}
+
+/** The order of the leaves in which no branches cross, and the branches; merges are [one, other, distance] by lowest head. */
+export function makeTree(count: number, merges: Float32Array): { order: number[]; branches: Branch[] } {
+  const { members, joined } = joinHeads(count, merges);
   const order = [...members.values()].flat();
   const nodes = new Map<number, Node>(order.map((head, place) => [head, { x: place + 0.5, height: 0 }]));
-  const top = Array.from({ length: count }, (_, head) => head);
-  const lead = (head: number): number => (top[head] === head ? head : (top[head] = lead(top[head]!)));
-  const branches = joined.map(([one, other, height]) => {
-    const [first, second] = [lead(one), lead(other)];
-    const [from, to] = [nodes.get(first)!, nodes.get(second)!];
-    const [low, high] = first < second ? [first, second] : [second, first];
-    top[high] = low;
-    nodes.set(low, { x: (from.x + to.x) / 2, height });
+  const branches = joined.map(([first, second, height]) => {
+    const from = nodes.get(first)!; // a cluster is named by its lowest head
+    const to = nodes.get(second)!;
+    nodes.set(first, { x: (from.x + to.x) / 2, height });
     return { from, to, height };
   });
   return { order, branches };

@@ -403,7 +403,7 @@ export function MapFilter(): JSX.Element {
     <div class="toolbar map-filter">
       {measures.value && (
         <label class="picker range" title={t("map.topBy", { name })}>
-          <span>{topCount.value ? `${t("map.top", { count: topCount.value })} · ${t("map.topBy", { name })}` : t("map.topAll")}</span>
+          <span>{topCount.value ? `${t("map.top", { count: topCount.value })} · ${t("map.topBy", { name })}` : t("text.mode.all")}</span>
           <input type="range" min="0" max={headCount.value} value={topCount.value} aria-label={t("map.topBy", { name })} onInput={(event) => (topCount.value = Number(event.currentTarget.value) >= headCount.value ? 0 : Number(event.currentTarget.value))} />
         </label>
       )}

@@ -3,7 +3,7 @@
 import { useSignal, type ReadonlySignal, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useRef } from "preact/hooks";
-import { drawBars, poolValues } from "../canvas/heatmap";
+import { cellUnder, drawBars, poolValues } from "../canvas/heatmap";
 import { themeVersion } from "../canvas/colors";
 import { format, t } from "../i18n";
 import type { Site } from "../source";
@@ -108,13 +108,8 @@ export function isSameView(a: View | null, b: View | null): boolean {
 /** Hover previews, click keeps, drag shows a part, double click looks closer, arrow keys walk. */
 function pointerHandlers(item: Site, tile: TileState | null, pointed: Signal<Pointed | null>, drag: Signal<Drag>, ignoresClick: { current: boolean }) {
   const cellAt = (event: MouseEvent): View | null => {
-    const canvas = (event.currentTarget as HTMLElement).querySelector("canvas");
-    if (!canvas || !tile) return null;
-    const area = canvas.getBoundingClientRect();
-    const x = (event.clientX - area.left) / area.width;
-    const y = (event.clientY - area.top) / area.height;
-    if (x < 0 || y < 0 || x >= 1 || y >= 1) return null;
-    return cellSpan(tile, Math.floor(y * tile.rows), Math.floor(x * tile.columns));
+    const cell = tile && cellUnder(event, tile.rows, tile.columns);
+    return tile && cell && cellSpan(tile, ...cell);
   };
   const onPointerMove = (event: PointerEvent) => {
     const cell = cellAt(event);

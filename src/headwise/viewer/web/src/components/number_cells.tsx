@@ -178,7 +178,7 @@ export function KeyCells(props: { steps: Steps; step: Step; array: string; allow
                   {array === "allowed" ? "✓" : keyNumber(values[index]!, props.isWeight)}
                 </i>
               )}
-              <span class="vh">{` ${position}: ${isMasked ? t("steps.maskedCell") : exact(values[index]!)}`}</span>
+              <span class="vh">{` ${position}: ${isMasked ? t("map.masked") : exact(values[index]!)}`}</span>
             </span>
           );
         })}

@@ -1,12 +1,13 @@
 // For a model of images: the weights of a query over the patches of the image, or over an empty grid without an image.
 
-import { effect, useSignal, useSignalEffect, type ReadonlySignal } from "@preact/signals";
+import { effect, type ReadonlySignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
+import { cellUnder } from "../canvas/heatmap";
 import { format, t } from "../i18n";
 import type { Message, Site } from "../source";
-import { doc, scale, selectedToken, showsTable, source } from "../state";
+import { doc, scale, selectedToken, showsTable, useAnswer } from "../state";
 import { Panel } from "./basics";
 import { DataTable } from "./data_table";
 import type { ExactRow } from "./head_data";
@@ -31,16 +32,12 @@ export function patchGrid(numKeys: number, height: number, width: number): Grid 
 }
 
 export function PatchPanel({ item, row: exactRow }: { item: Site; row: ReadonlySignal<ExactRow | null> }): JSX.Element {
-  const image = useSignal<Message["arrays"][string] | null>(null);
   const [height, width] = doc.value?.images[item.keyStream] ?? [1, 1];
   const hasImage = doc.value?.images[item.keyStream] !== undefined;
-  useSignalEffect(() => {
-    void doc.value?.revision;
-    if (!doc.value?.images[item.keyStream]) return;
-    const abort = new AbortController();
-    source.fetchArrays(`image?stream=${encodeURIComponent(item.keyStream)}`, abort.signal).then(({ arrays }) => (image.value = arrays["image"]!), () => undefined);
-    return () => abort.abort();
-  });
+  const { found: image } = useAnswer(
+    () => (doc.value?.images[item.keyStream] ? `image?stream=${encodeURIComponent(item.keyStream)}` : null),
+    ({ arrays }) => arrays["image"]!,
+  );
   const row = exactRow.value;
   const grid = patchGrid(item.numKeys, height, width);
   const canDraw = grid && row && row.weights.length === item.numKeys;
@@ -99,10 +96,8 @@ function Picture(props: PictureProps): JSX.Element {
     [image, weights, most, props.query],
   );
   const choose = (event: MouseEvent) => {
-    const area = (event.currentTarget as HTMLElement).getBoundingClientRect();
-    const place = (offset: number, length: number, count: number) => Math.min(Math.max(Math.floor((offset / length) * count), 0), count - 1);
-    const patch = place(event.clientY - area.top, area.height, grid.rows) * grid.columns + place(event.clientX - area.left, area.width, grid.columns);
-    if (props.isSelf) selectedToken.value = patch + grid.extra;
+    const cell = cellUnder(event, grid.rows, grid.columns);
+    if (cell && props.isSelf) selectedToken.value = cell[0] * grid.columns + cell[1] + grid.extra;
   };
   const zoom = PICTURE_SIDE / Math.max(...size);
   return (

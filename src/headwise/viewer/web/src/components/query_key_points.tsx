@@ -8,6 +8,7 @@ import { headPath, selectedToken, showsTable, useAnswer } from "../state";
 import type { Column } from "./basics";
 import { DataTable } from "./data_table";
 import { streamWords, visibleToken } from "./tokens";
+import { largest } from "./voice_lines";
 
 const SIDE = 640;
 const MARGIN = 48;
@@ -41,14 +42,14 @@ export function QueryKeyPoints({ item }: { item: Site }): JSX.Element {
   const place = makePlace(shown);
   const [queryWords, keyWords] = [streamWords(item.queryStream), streamWords(item.keyStream)];
   const isLabelled = queryWords.length + keyWords.length <= LABELLED;
-  const strongest = chosen !== null && weights.value ? strongestKeys(weights.value) : [];
+  const strongest = chosen !== null && weights.value ? largest(weights.value, STRONGEST).filter(({ weight }) => weight > 0.01) : [];
   const at = (values: Float32Array, index: number) => place(values[index * 2]!, values[index * 2 + 1]!);
-  const label = (kind: "query" | "key", word: string, index: number) => `${t(`points.${kind}`)} ${index} ${visibleToken(word)}`;
+  const label = (kind: "query" | "key", word: string, index: number) => `${t(kind)} ${index} ${visibleToken(word)}`;
   return (
     <div class="points">
       <p class="sm t3">{t("points.hint")} {t("points.share", { share: Math.round(shown.share * 100) })}</p>
       <svg viewBox={`0 0 ${SIDE} ${SIDE}`} role="img" aria-label={t("points.label")}>
-        {strongest.map(({ key, weight }) => {
+        {strongest.map(({ index: key, weight }) => {
           const [from, to] = [at(shown.queries, chosen!), at(shown.keys, key)];
           return <line key={key} class="pull" x1={from[0]} y1={from[1]} x2={to[0]} y2={to[1]} stroke-opacity={0.25 + 0.75 * weight} />;
         })}
@@ -58,7 +59,7 @@ export function QueryKeyPoints({ item }: { item: Site }): JSX.Element {
             <g key={`k${key}`}>
               <title>{label("key", word, key)}</title>
               <rect class="key-point" x={x - 4} y={y - 4} width="8" height="8" />
-              {(isLabelled || strongest.some((pair) => pair.key === key)) && <text class="key-word" x={x + 7} y={y + 4}>{visibleToken(word)}</text>}
+              {(isLabelled || strongest.some(({ index }) => index === key)) && <text class="key-word" x={x + 7} y={y + 4}>{visibleToken(word)}</text>}
             </g>
           );
         })}
@@ -74,7 +75,7 @@ export function QueryKeyPoints({ item }: { item: Site }): JSX.Element {
         })}
       </svg>
       <p class="sm" aria-live="polite" data-testid="points-keys">
-        {strongest.map(({ key, weight }) => `${visibleToken(keyWords[key] ?? "")} ${format(weight)}`).join(" · ")}
+        {strongest.map(({ index: key, weight }) => `${visibleToken(keyWords[key] ?? "")} ${format(weight)}`).join(" · ")}
       </p>
     </div>
   );
@@ -83,7 +84,7 @@ export function QueryKeyPoints({ item }: { item: Site }): JSX.Element {
 /** The places of the points. */
 function PointTable({ points, item }: { points: Points; item: Site }): JSX.Element {
   const list = (kind: "query" | "key", stream: string, values: Float32Array) =>
-    streamWords(stream).map((word, index) => ({ kind: t(`points.${kind}`), word: `${index} ${visibleToken(word)}`, x: values[index * 2]!, y: values[index * 2 + 1]! }));
+    streamWords(stream).map((word, index) => ({ kind: t(kind), word: `${index} ${visibleToken(word)}`, x: values[index * 2]!, y: values[index * 2 + 1]! }));
   const rows = [...list("query", item.queryStream, points.queries), ...list("key", item.keyStream, points.keys)];
   type Row = (typeof rows)[number];
   const column = (key: "x" | "y"): Column<Row> => ({ key, title: key, numeric: true, value: (row) => row[key], cell: (row) => format(row[key]) });
@@ -105,11 +106,4 @@ function makePlace({ queries, keys }: Points): (x: number, y: number) => [number
   const [[left, right], [low, high]] = [bounds(xs), bounds(ys)];
   const scale = (SIDE - 2 * MARGIN) / Math.max(right - left, high - low, 1e-9);
   return (x, y) => [SIDE / 2 + (x - (left + right) / 2) * scale, SIDE / 2 - (y - (low + high) / 2) * scale];
-}
-
-function strongestKeys(weights: Float32Array): { key: number; weight: number }[] {
-  return Array.from(weights, (weight, key) => ({ key, weight }))
-    .sort((a, b) => b.weight - a.weight)
-    .slice(0, STRONGEST)
-    .filter(({ weight }) => weight > 0.01);
 }

@@ -117,7 +117,7 @@ function Rail(): JSX.Element {
 }
 
 function jobName(): string {
-  const key = `job.${job.value?.kind}`;
+  const key = `job.${job.value?.kind.split("-")[0]}`; // plan-pruning and plan-conversion are both planning
   return t(isTextKey(key) ? key : "job.other");
 }
 

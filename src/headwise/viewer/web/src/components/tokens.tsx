@@ -33,6 +33,11 @@ export function streamWords(stream: string, row = 0): string[] {
   return doc.value?.streams[stream]?.[row]?.words ?? [];
 }
 
+/** A token of a stream by its position, which stands for it where there are no words. */
+export function tokenName(stream: string, position: number): string {
+  return visibleToken(streamWords(stream)[position] ?? String(position));
+}
+
 /** Switches that merge tokens or leave some out; a file shows the tokens that were shown when it was written. */
 function GroupingSwitches(): JSX.Element | null {
   const grouping = doc.value?.grouping;

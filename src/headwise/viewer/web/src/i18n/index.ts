@@ -17,12 +17,12 @@ export function isTextKey(key: string): key is TextKey {
 }
 
 const isTouch = matchMedia("(hover: none)").matches;
-const TOUCH_WORDS: Record<string, string> = { "Point at": "Tap", "point at": "tap", Hover: "Tap", 指向: "点按", 悬停: "点按" };
+const TOUCH_WORDS: Record<string, string> = { "Point at": "Tap", "point at": "tap", 指向: "点按" };
 
 /** The text of a key with {names} replaced by values; without a pointer, one taps. */
 export function t(key: TextKey, values: Record<string, string | number> = {}): string {
   const found: string = texts[key][LANGUAGES.indexOf(language.value)]!;
-  const text = isTouch ? found.replace(/[Pp]oint at|Hover|指向|悬停/g, (word) => TOUCH_WORDS[word]!) : found;
+  const text = isTouch ? found.replace(/[Pp]oint at|指向/g, (word) => TOUCH_WORDS[word]!) : found;
   return text.replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole));
 }
 

@@ -65,6 +65,8 @@ const CLASS_WORDS: Record<string, string> = {
   neighbour: "相邻图像块",
   row: "同行",
   column: "同列",
+  positional: "位置",
+  syntactic: "句法",
 };
 
 /** The name of a head's class for readers, such as "previous", "offset -2" or "unclear". */

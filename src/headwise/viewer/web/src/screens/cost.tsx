@@ -2,7 +2,7 @@
 
 import { useSignal, useSignalEffect } from "@preact/signals";
 import type { JSX } from "preact";
-import { Notes, Panel, Toolbar } from "../components/basics";
+import { Notes, NumberField, Panel, Select, Toolbar } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { isTextKey, say, t } from "../i18n";
 import { doc, runJob, source } from "../state";
@@ -68,16 +68,7 @@ export function CostScreen(): JSX.Element {
   });
   const workload = result.value?.workload;
   const lengthInput = (key: "context" | "source" | "batch", most: number) => (
-    <label class="picker">
-      <span>{t(`cost.${key}`)}</span>
-      <input
-        type="number"
-        min="1"
-        max={most}
-        value={asked.value[key] ?? workload?.[key] ?? ""}
-        onInput={(event) => (asked.value = { ...asked.value, [key]: event.currentTarget.valueAsNumber || undefined })}
-      />
-    </label>
+    <NumberField label={t(`cost.${key}`)} min={1} max={most} value={asked.value[key] ?? workload?.[key] ?? ""} onInput={(value) => (asked.value = { ...asked.value, [key]: value || undefined })} />
   );
   const column = (key: keyof CostRow, title: string) => ({
     key,
@@ -92,19 +83,12 @@ export function CostScreen(): JSX.Element {
         {lengthInput("context", MAX_TOKENS)}
         {workload?.source && lengthInput("source", MAX_TOKENS)}
         {lengthInput("batch", 2 ** 12)}
-        <label class="picker">
-          <span>{t("cost.dtype")}</span>
-          <select value={asked.value.dtype ?? workload?.dtype} onChange={(event) => (asked.value = { ...asked.value, dtype: event.currentTarget.value })}>
-            {DTYPES.map((name) => (
-              <option key={name}>{name}</option>
-            ))}
-          </select>
-        </label>
+        <Select label={t("cost.dtype")} value={asked.value.dtype ?? workload?.dtype ?? ""} options={DTYPES.map((name) => [name, name] as const)} onChange={(dtype) => (asked.value = { ...asked.value, dtype })} />
       </Toolbar>
       <Panel>
         {workload && (
           <p class="t3 sm workload" data-testid="workload">
-            {t(workload.source ? "cost.workloadSource" : "cost.workload", { ...workload, source: workload.source ?? 0 })}
+            {t("cost.workload", { ...workload, source: workload.source ? t("cost.withSource", { count: workload.source }) : "" })}
           </p>
         )}
         {result.value ? (

@@ -4,10 +4,11 @@ import { computed, signal, useSignal, useSignalEffect, type Signal } from "@prea
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
 import { showMeasure } from "../actions";
+import { cellUnder } from "../canvas/heatmap";
 import { bind, choices, type Column, ErrorNote, Form, groupByReason, Heatmap, Panel, Ramp, Segmented, Select, TableButton, Toolbar } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { HeadGrid, stackNumbers } from "../components/head_grid";
-import { streamName, streamWords, visibleToken } from "../components/tokens";
+import { streamName, streamWords, tokenName, visibleToken } from "../components/tokens";
 import { format, say, t, type TextKey } from "../i18n";
 import { textKey } from "../lab_state";
 import type { Message } from "../source";
@@ -225,13 +226,9 @@ function signed(value: number): string {
   return `${value < 0 ? "−" : "+"}${format(Math.abs(value))}`;
 }
 
-function word(stream: string, position: number): string {
-  return visibleToken(streamWords(stream)[position] ?? String(position));
-}
-
 function placeName({ site: number, place }: HeadChange): string {
   const item = sites.value[number]!;
-  return t("head.cell", { query: word(item.queryStream, place[0]), key: word(item.keyStream, place[1]) });
+  return t("head.cell", { query: tokenName(item.queryStream, place[0]), key: tokenName(item.keyStream, place[1]) });
 }
 
 /** Two rows of tokens, aligned; those without a partner are struck through above or underlined below. */
@@ -317,27 +314,22 @@ function HeadPictures({ found }: { found: Comparison }): JSX.Element {
   const title = t("head.title", { name: headName(selectedSite.value, selectedHead.value) });
   if (!isCompared) return <Panel title={title}>{<p class="t3">{t("diff.notCompared")}</p>}</Panel>;
   if (shown && showsTable.value) return <Panel title={title}>{<PairTable pairs={shown.pairs} found={found} />}</Panel>;
-  const images = shown && ([
-    ["first", { data: shown.first, rows: shown.rows, columns: shown.columns }],
-    ["second", { data: shown.second, rows: shown.rows, columns: shown.columns }],
-    ["change", { data: shown.change, rows: shown.rows, columns: shown.columns, isSigned: true }],
-  ] as const);
   return (
     <Panel title={title} footer={<ExactPair cell={cell} pictures={shown} found={found} />}>
       {error.value && <ErrorNote {...error.value} />}
       <div class="diff-tiles">
-        {images?.map(([name, image]) => (
+        {shown && (["first", "second", "change"] as const).map((name) => (
           <figure key={name}>
             <figcaption class="sm t2">
               {t(`diff.${name}` as TextKey)}
               {name === "first" && <span class="t3">{t("inspector.axes")}</span>}
             </figcaption>
             <div
-              onPointerMove={(event) => (cell.value = shown && cellUnder(event, shown))}
+              onPointerMove={(event) => (cell.value = shown && cellUnder(event, shown.rows, shown.columns))}
               onPointerLeave={() => (cell.value = null)}
               data-testid={`diff-${name}`}
             >
-              <Heatmap class="bigthumb" image={image} scale={scale.value} label={t(`diff.${name}` as TextKey)} />
+              <Heatmap class="bigthumb" image={{ data: shown[name], rows: shown.rows, columns: shown.columns, isSigned: name === "change" }} scale={scale.value} label={t(`diff.${name}` as TextKey)} />
             </div>
           </figure>
         ))}
@@ -349,7 +341,7 @@ function HeadPictures({ found }: { found: Comparison }): JSX.Element {
 /** The numbers behind the pictures: the pairs of tokens whose weights differ most, with the exact weights. */
 function PairTable({ pairs, found }: { pairs: PairChange[]; found: Comparison }): JSX.Element {
   const { queryStream = "", keyStream = "" } = site.value ?? {};
-  const token = (stream: string, number: number) => `${found.pairs[stream]?.[number * 2] ?? 0} ${word(stream, found.pairs[stream]?.[number * 2] ?? 0)}`;
+  const token = (stream: string, number: number) => `${found.pairs[stream]?.[number * 2] ?? 0} ${tokenName(stream, found.pairs[stream]?.[number * 2] ?? 0)}`;
   const column = (key: string, title: string, value: (pair: PairChange) => number, text: (value: number) => string): Column<PairChange> => ({ key, title, numeric: true, value, cell: (pair) => text(value(pair)) });
   return (
     <DataTable
@@ -370,12 +362,6 @@ function isHeadOf(found: Comparison): boolean {
   return found.heads.some((head) => head.site === selectedSite.value && head.head === selectedHead.value);
 }
 
-function cellUnder(event: PointerEvent, { rows, columns }: Pictures): [number, number] {
-  const box = (event.currentTarget as HTMLElement).querySelector("canvas")!.getBoundingClientRect();
-  const at = (offset: number, size: number, count: number) => Math.min(Math.max(Math.floor((offset / size) * count), 0), count - 1);
-  return [at(event.clientY - box.top, box.height, rows), at(event.clientX - box.left, box.width, columns)];
-}
-
 /** The tokens and the exact weights of the pair under the pointer, or of the first pair of its cell. */
 function ExactPair({ cell, pictures, found }: { cell: Signal<[number, number] | null>; pictures: Pictures | null; found: Comparison }): JSX.Element {
   const pointed = () => cell.value && pictures && { query: pictures.queries[cell.value[0]]!, key: pictures.keys[cell.value[1]]! };
@@ -392,7 +378,7 @@ function ExactPair({ cell, pictures, found }: { cell: Signal<[number, number] | 
   const position = (stream: string, number: number) => found.pairs[stream]?.[number * 2] ?? 0;
   return (
     <span class="t2" aria-live="polite" data-testid="diff-exact">
-      <span class="mono">{t("head.cell", { query: word(item.queryStream, position(item.queryStream, pair.query)), key: word(item.keyStream, position(item.keyStream, pair.key)) })}</span>{" "}
+      <span class="mono">{t("head.cell", { query: tokenName(item.queryStream, position(item.queryStream, pair.query)), key: tokenName(item.keyStream, position(item.keyStream, pair.key)) })}</span>{" "}
       {format(pair.first)} → {format(pair.second)} <b class="b">{signed(pair.second - pair.first)}</b>
     </span>
   );

@@ -3,7 +3,7 @@
 import { useSignal, useSignalEffect, type ReadonlySignal, type Signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { ChannelProducts, WrittenTokens } from "../components/channel_products";
-import { bind, choices, ErrorNote, Panel, Ramp, Segmented, Select, TableButton, Toolbar } from "../components/basics";
+import { bind, choices, ErrorNote, Panel, Ramp, Segmented, Select, Slider, TableButton, Toolbar } from "../components/basics";
 import { MAX_CELLS, useHeadData, type HeadData, type Pointed } from "../components/head_data";
 import { MarginalTables, Minimap, OffsetProfile, RowPanel } from "../components/head_panels";
 import { isSameView, Matrix } from "../components/matrix";
@@ -12,7 +12,7 @@ import { HeadClass } from "../components/inspector";
 import { PatchPanel } from "../components/patch_panel";
 import { QueryKeyPoints } from "../components/query_key_points";
 import { StrongestPairs, TokenLines } from "../components/token_lines";
-import { streamWords, visibleToken } from "../components/tokens";
+import { streamWords, tokenName } from "../components/tokens";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
 import { headForm, headName, leastShare, LENSES, lens, lockedCell, matrixView, rowMarginal, scale, SCALES, selectedHead, selectedSite, showsTable, site } from "../state";
@@ -93,10 +93,7 @@ function HeadToolbar({ item }: { item: Site }): JSX.Element {
       <span class="line-end" />
       {item.hasValues && form !== "points" && form !== "channels" && <Select label={t("head.lens")} {...bind(lens)} options={choices("lens.", LENSES)} />}
       {(form === "lines" || form === "arcs") && !showsTable.value && (
-        <label class="picker range">
-          <span>{t("head.least", { share: Math.round(leastShare.value * 100) })}</span>
-          <input type="range" min="0" max="0.9" step="0.01" value={leastShare.value} onInput={(event) => (leastShare.value = Number(event.currentTarget.value))} />
-        </label>
+        <Slider label={t("head.least", { share: Math.round(leastShare.value * 100) })} min={0} max={0.9} step={0.01} value={leastShare.value} onInput={(value) => (leastShare.value = value)} />
       )}
       {form !== "points" && <Select label={t("scale.label")} {...bind(scale)} options={choices("scale.", SCALES)} />}
       {form === "matrix" && <Select label={t("head.rows")} {...bind(rowMarginal)} options={[["entropy", t("head.rowsEntropy")], ["maximum", t("head.rowsMaximum")]]} />}
@@ -119,8 +116,7 @@ function CellFooter({ item, pointed: cell, data }: { item: Site; pointed: Readon
 }
 
 function pairName(item: Site, query: number, key: number): string {
-  const name = (stream: string, position: number) => visibleToken(streamWords(stream)[position] ?? String(position));
-  return t("head.cell", { query: name(item.queryStream, query), key: name(item.keyStream, key) });
+  return t("head.cell", { query: tokenName(item.queryStream, query), key: tokenName(item.keyStream, key) });
 }
 
 function SingleCell({ item, pointed, data }: { item: Site; pointed: Pointed; data: HeadData }): JSX.Element {

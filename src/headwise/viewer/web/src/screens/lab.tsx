@@ -3,12 +3,12 @@
 import { useSignalEffect } from "@preact/signals";
 import { useRef } from "preact/hooks";
 import type { JSX } from "preact";
-import { ablateReason, canRedo, canUndo, redoAblation, setAblated, toggleAblated, undoAblation } from "../actions";
+import { ablateReason, canRedo, canUndo, givenTexts, openTexts, redoAblation, setAblated, textLines, toggleAblated, undoAblation } from "../actions";
 import { Button, choices, Notes, Panel, Segmented, Toolbar } from "../components/basics";
 import { SwitchGrid } from "../components/switch_grid";
 import { streamWords, visibleToken } from "../components/tokens";
 import { say, t, type TextKey } from "../i18n";
-import { changeMode, chosenTokens, computeEffect, effect, evaluate, evaluation, evaluationKey, evaluationLines, evaluationText, factor, mode, modeFields, MODES, openTokens, randomSets, requestKey, resampleText, toggleToken } from "../lab_state";
+import { changeMode, chosenTokens, computeEffect, effect, evaluate, evaluation, evaluationKey, factor, mode, modeFields, MODES, openTokens, randomSets, requestKey, resampleText, toggleToken } from "../lab_state";
 import { doc, headCount, isAblated, isCheap, job, selectHead, sites, source } from "../state";
 import { EffectPanel } from "./lab_effect";
 import { QualityTable } from "./prune_result";
@@ -113,11 +113,11 @@ function TokenChoice(): JSX.Element {
 function EvaluationPanel(): JSX.Element | null {
   const file = useRef<HTMLInputElement>(null);
   const found = evaluation.value;
-  const count = evaluationLines.value.length;
+  const count = textLines.value.length;
   const canRun = source.isLive && count >= LEAST_TEXTS && !job.value;
   const load = async (input: HTMLInputElement) => {
     const text = await input.files?.[0]?.text();
-    if (text !== undefined) evaluationText.value = text;
+    if (text !== undefined) givenTexts.value = text;
     input.value = "";
   };
   return (
@@ -125,7 +125,7 @@ function EvaluationPanel(): JSX.Element | null {
       <div class="stack">
         <details>
           <summary>{t("lab.evaluationTexts", { count })}</summary>
-          <textarea rows={6} aria-label={t("lab.evaluationTexts", { count })} value={evaluationText.value ?? evaluationLines.value.join("\n")} onInput={(event) => (evaluationText.value = event.currentTarget.value)} />
+          <textarea rows={6} aria-label={t("lab.evaluationTexts", { count })} value={openTexts.value} onInput={(event) => (givenTexts.value = event.currentTarget.value)} />
           <Button onClick={() => file.current?.click()}>{t("lab.evaluationFile")}</Button>
           <input ref={file} class="vh" type="file" accept=".txt,.tsv,text/plain" aria-label={t("lab.evaluationFile")} tabIndex={-1} onChange={(event) => void load(event.currentTarget)} />
         </details>

@@ -11,8 +11,6 @@ import { format, say, t } from "../i18n";
 import { computeEffect, continued, continueText, effect, mostChanged, requestKey, type Check, type Effect, type NextToken } from "../lab_state";
 import { doc, headName, job, selectedHead, selectedSite, showsTable, source } from "../state";
 
-const number = (value: number | null | undefined) => (value === null || value === undefined ? "–" : format(value));
-
 export function EffectPanel({ isStale }: { isStale: boolean }): JSX.Element {
   const off = doc.value?.ablated ?? [];
   const title = off.length ? t(off.length === 1 ? "off.one" : "off.many", { count: off.length }) : t("lab.preview", { name: headName(selectedSite.value, selectedHead.value) });
@@ -41,11 +39,11 @@ function EffectView({ found }: { found: Effect }): JSX.Element {
         {found.loss.before !== null && (
           <>
             <dt>{t("lab.loss")}</dt>
-            <dd>{number(found.loss.before)} → <b class="b">{number(found.loss.after)}</b></dd>
+            <dd>{format(found.loss.before ?? NaN)} → <b class="b">{format(found.loss.after ?? NaN)}</b></dd>
           </>
         )}
         <dt>{t(found.outputs)}</dt>
-        <dd><b class="b">{number(found.kl)}</b></dd>
+        <dd><b class="b">{format(found.kl ?? NaN)}</b></dd>
       </dl>
       <CheckView check={found.check} />
       {found.nextAt.length > 0 && <ContinuedView />}
@@ -153,8 +151,8 @@ function PositionChips(props: { found: Effect; words: string[]; position: number
       </div>
       <p class="row wrap between sm">
         <span class="t2" data-testid="position">
-          {position} {visibleToken(words[position] ?? "")}: {t(found.outputs)} {number(found.klByPosition[position])}
-          {found.lossByPosition.before.length > position && ` · ${t("lab.loss")} ${number(found.lossByPosition.before[position])} → ${number(found.lossByPosition.after[position])}`}
+          {position} {visibleToken(words[position] ?? "")}: {t(found.outputs)} {format(found.klByPosition[position] ?? NaN)}
+          {found.lossByPosition.before.length > position && ` · ${t("lab.loss")} ${format(found.lossByPosition.before[position] ?? NaN)} → ${format(found.lossByPosition.after[position] ?? NaN)}`}
         </span>
         <Ramp text={`0 … ${format(most)}`} />
       </p>
@@ -165,7 +163,7 @@ function PositionChips(props: { found: Effect; words: string[]; position: number
 function PositionTable({ found, words }: { found: Effect; words: string[] }): JSX.Element {
   const rows = found.klByPosition.map((change, index) => ({ index, change, before: found.lossByPosition.before[index], after: found.lossByPosition.after[index] }));
   type Row = (typeof rows)[number];
-  const column = (key: "before" | "after" | "change", title: string): Column<Row> => ({ key, title, numeric: true, value: (row) => row[key] ?? NaN, cell: (row) => number(row[key]) });
+  const column = (key: "before" | "after" | "change", title: string): Column<Row> => ({ key, title, numeric: true, value: (row) => row[key] ?? NaN, cell: (row) => format(row[key] ?? NaN) });
   return (
     <DataTable
       caption={t("lab.byPosition")}

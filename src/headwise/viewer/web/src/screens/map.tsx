@@ -29,7 +29,7 @@ export function MapScreen(): JSX.Element {
   return (
     <>
       {table && !table.severalTexts && <p class="note sm">{t(isMeasuring.value ? "inspector.measuring" : "inspector.oneText")}</p>}
-      <Toolbar title={t("map.title")} hint={title}>
+      <Toolbar title={t("screen.map")} hint={title}>
         <Segmented label={t("map.cells")} value={cellMode.value} options={modes} onChange={chooseMode} />
         {others.length > 0 && (
           <Select

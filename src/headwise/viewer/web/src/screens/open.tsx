@@ -24,15 +24,7 @@ export function OpenScreen(): JSX.Element {
       <div class="toolbar"><h1>{t("open.title")}</h1></div>
       <div class="stack">
         <Panel title={String(doc.value?.model["name"] ?? "headwise")}>
-          <dl class="kv facts">
-            {details.map(([name, value]) => (
-              <div key={name}>
-                <dt>{say(name)}</dt>
-                <dd>{String(value)}</dd>
-              </div>
-            ))}
-            <SizeRows />
-          </dl>
+          <Facts rows={[...details.map(([name, value]) => [say(name), String(value)] as const), ...sizeRows()]} />
         </Panel>
         <OtherModels />
         <Examples />
@@ -43,7 +35,7 @@ export function OpenScreen(): JSX.Element {
               rows={sites.value.map((site, number) => ({ ...site, number }))}
               onSelect={(row) => selectHead(row.number, 0)}
               columns={[
-                { key: "site", title: t("open.site"), value: (row) => row.name },
+                { key: "site", title: t("layer"), value: (row) => row.name },
                 { key: "heads", title: t("open.heads"), numeric: true, value: (row) => row.heads },
                 { key: "kv", title: t("open.kv"), numeric: true, value: (row) => row.kvHeads },
                 { key: "queries", title: t("open.queries"), value: (row) => `${say(row.queryStream)} (${row.numQueries})` },
@@ -66,14 +58,7 @@ export function OpenScreen(): JSX.Element {
         )}
         {skipped.length > 0 && (
           <Panel title={t("open.skipped")}>
-            <dl class="kv facts">
-              {skipped.map(([reason, names]) => (
-                <div key={reason}>
-                  <dt class="mono">{names}</dt>
-                  <dd>{say(reason)}</dd>
-                </div>
-              ))}
-            </dl>
+            <Facts rows={skipped.map(([reason, names]) => [names, say(reason)] as const)} />
           </Panel>
         )}
       </div>
@@ -81,27 +66,32 @@ export function OpenScreen(): JSX.Element {
   );
 }
 
-/** Sizes of the model and of the recorded run. */
-function SizeRows(): JSX.Element | null {
-  const memory = doc.value?.memory;
-  if (!memory) return null;
-  const kinds = [...new Set(stacks.value)].map((stack) => `${sites.value.filter((site) => `${site.stack} ${site.kind}` === stack).length} ${say(stack)}`);
-  const rows: [string, string][] = [
-    [t("open.kinds"), kinds.join(", ")],
-    ...(memory.parameters === null ? [] : ([[t("open.parameters"), memory.parameters.toLocaleString("en")]] as [string, string][])),
-    ...(memory.weightBytes === null ? [] : ([[t("open.weightBytes"), formatSize(memory.weightBytes, "bytes")]] as [string, string][])),
-    [t("open.recordBytes"), `${formatSize(memory.recordBytes, "bytes")}. ${t("open.lots", { count: doc.value!.maxTokens.toLocaleString("en"), size: formatSize(memory.longestBytes, "bytes") })}`],
-  ];
+type Fact = readonly [name: string, value: string];
+
+function Facts({ rows }: { rows: Fact[] }): JSX.Element {
   return (
-    <>
+    <dl class="kv facts">
       {rows.map(([name, value]) => (
         <div key={name}>
           <dt>{name}</dt>
           <dd>{value}</dd>
         </div>
       ))}
-    </>
+    </dl>
   );
+}
+
+/** Sizes of the model and of the recorded run. */
+function sizeRows(): Fact[] {
+  const memory = doc.value?.memory;
+  if (!memory) return [];
+  const kinds = [...new Set(stacks.value)].map((stack) => `${sites.value.filter((site) => `${site.stack} ${site.kind}` === stack).length} ${say(stack)}`);
+  return [
+    [t("open.kinds"), kinds.join(", ")],
+    ...(memory.parameters === null ? [] : [[t("open.parameters"), memory.parameters.toLocaleString("en")] as const]),
+    ...(memory.weightBytes === null ? [] : [[t("open.weightBytes"), formatSize(memory.weightBytes, "bytes")] as const]),
+    [t("open.recordBytes"), `${formatSize(memory.recordBytes, "bytes")}. ${t("open.lots", { count: doc.value!.maxTokens.toLocaleString("en"), size: formatSize(memory.longestBytes, "bytes") })}`],
+  ];
 }
 
 /** Models and traces beside the open one, which the page can open. */

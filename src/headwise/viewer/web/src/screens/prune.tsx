@@ -3,8 +3,8 @@
 import { computed, effect, signal } from "@preact/signals";
 import type { JSX } from "preact";
 import { useEffect } from "preact/hooks";
-import { setAblated } from "../actions";
-import { bind, Button, choices, Form, Notes, Panel, Segmented, Select, Toolbar } from "../components/basics";
+import { givenTexts, openTexts, setAblated, textLines } from "../actions";
+import { bind, Button, choices, Form, Notes, NumberField, Panel, Segmented, Select, Slider, Toolbar } from "../components/basics";
 import { SwitchGrid } from "../components/switch_grid";
 import { say, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
@@ -45,7 +45,6 @@ const WHERE = ["all", "self", "cross"] as const;
 // The state of the screen outlives a visit to the Lab.
 const task = urlSignal("task", "prune", oneOf(["prune", "convert"]), "work");
 const surgery = signal<Surgery | null>(null);
-const texts = signal<string | null>(null);
 const folders = signal({ prune: "pruned", convert: "converted" });
 const chosenBy = urlSignal("by", "lab", oneOf(["lab", "clusters", "share"]), "work");
 const share = urlSignal("share", 50, between(5, 95), "work");
@@ -63,26 +62,16 @@ const active = signal(1);
 const plan = signal<{ request: string; plan: Plan } | null>(null);
 const result = signal<SurgeryResult | null>(null);
 
-function openText(): string {
-  const streams = doc.value?.streams ?? {};
-  return ["source", "text"].map((name) => streams[name]?.[0]).flatMap((row) => (row ? [row.text || row.words.join(" ")] : [])).join("\t");
-}
-
-function textLines(): string[] {
-  const written = texts.value ?? (doc.value?.texts.join("\n") || openText());
-  return written.split("\n").filter((line) => line.trim());
-}
-
 /** The arguments of the jobs that plan and prune, without the folder. */
 function pruneRequest(): Request {
-  const common = { fold: fold.value, texts: textLines() };
+  const common = { fold: fold.value, texts: textLines.value };
   if (chosenBy.value === "lab") return { heads: doc.value?.ablated.map((item) => [item.site, item.head]) ?? [], ...common };
   if (chosenBy.value === "clusters") return { clusters: true, by: method.value, ...common };
   return { keep: share.value / 100, by: method.value, per: per.value, ...common };
 }
 
 function convertRequest(): Request {
-  const common = { form: form.value, where: where.value, texts: textLines() };
+  const common = { form: form.value, where: where.value, texts: textLines.value };
   if (form.value === "kv") return { kv: count.value, align: align.value, grouping: grouping.value, ...common };
   if (form.value === "collaborative") return { width: width.value, ...common };
   return form.value === "routed" ? { always: always.value, active: active.value, ...common } : common;
@@ -160,10 +149,7 @@ function PruningPlan(): JSX.Element {
       <div class="row wrap">
         {chosenBy.value === "share" && (
           <>
-            <label class="picker range">
-              <span>{t("prune.share", { share: share.value })}</span>
-              <input type="range" min="5" max="95" step="5" value={share.value} onInput={(event) => (share.value = Number(event.currentTarget.value))} />
-            </label>
+            <Slider label={t("prune.share", { share: share.value })} min={5} max={95} step={5} value={share.value} onInput={(value) => (share.value = value)} />
             <Select label={t("prune.per")} {...bind(per)} options={choices("prune.per.", PER)} />
           </>
         )}
@@ -218,15 +204,6 @@ function methodName(name: string): string {
   return name === "best" || name === "random" ? t(`prune.${name}`) : name;
 }
 
-function NumberField(props: { label: string; value: { value: number }; min: number }): JSX.Element {
-  return (
-    <label class="picker">
-      <span>{props.label}</span>
-      <input type="number" min={props.min} value={props.value.value} onInput={(event) => (props.value.value = Number(event.currentTarget.value))} />
-    </label>
-  );
-}
-
 function ConversionPlan(): JSX.Element {
   const forms = surgery.value?.forms ?? [];
   const counts = forms.find((item) => item.form === "kv")?.counts ?? [];
@@ -246,11 +223,11 @@ function ConversionPlan(): JSX.Element {
             <Select label={t("prune.align")} {...bind(align)} options={choices("prune.align.", ALIGN)} />
           </>
         )}
-        {form.value === "collaborative" && <NumberField label={t("prune.width")} value={width} min={1} />}
+        {form.value === "collaborative" && <NumberField label={t("prune.width")} value={width.value} min={1} onInput={(value) => (width.value = value || 0)} />}
         {form.value === "routed" && (
           <>
-            <NumberField label={t("prune.always")} value={always} min={0} />
-            <NumberField label={t("prune.active")} value={active} min={1} />
+            <NumberField label={t("prune.always")} value={always.value} min={0} onInput={(value) => (always.value = value || 0)} />
+            <NumberField label={t("prune.active")} value={active.value} min={1} onInput={(value) => (active.value = value || 0)} />
           </>
         )}
       </div>
@@ -267,12 +244,12 @@ function ConversionPlan(): JSX.Element {
 }
 
 function Texts(): JSX.Element {
-  const lines = textLines();
+  const label = t("prune.texts", { count: textLines.value.length });
   return (
-    <details open={lines.length < 2}>
-      <summary>{t("prune.texts", { count: lines.length })}</summary>
+    <details open={textLines.value.length < 2}>
+      <summary>{label}</summary>
       <p class="t3 sm">{t("prune.textsHint")}</p>
-      <textarea rows={6} aria-label={t("prune.texts", { count: lines.length })} value={texts.value ?? lines.join("\n")} onInput={(event) => (texts.value = event.currentTarget.value)} />
+      <textarea rows={6} aria-label={label} value={openTexts.value} onInput={(event) => (givenTexts.value = event.currentTarget.value)} />
     </details>
   );
 }

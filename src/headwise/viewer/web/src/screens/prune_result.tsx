@@ -173,13 +173,12 @@ function formatSmall(value: number): string {
 }
 
 export function QualityTable({ quality }: { quality: Quality }): JSX.Element {
-  const number = (value: number | null | undefined) => (value === null || value === undefined ? "–" : format(value));
   const estimate = (key: "before" | "after", title: string): Column<(typeof quality.rows)[number]> => ({
     key,
     title,
     numeric: true,
     value: (row) => row[key]?.value ?? NaN,
-    cell: (row) => number(row[key]?.value),
+    cell: (row) => format(row[key]?.value ?? NaN),
   });
   return (
     <DataTable
@@ -189,7 +188,7 @@ export function QualityTable({ quality }: { quality: Quality }): JSX.Element {
         { key: "name", title: t("prune.quality", { texts: quality.texts }), value: (row) => say(row.name) },
         estimate("before", t("prune.before")),
         estimate("after", t("prune.after")),
-        { key: "change", title: `${t("prune.change")}, ${t("interval")}`, numeric: true, value: (row) => row.change?.value ?? NaN, cell: (row) => (row.change ? <span>{number(row.change.value)} <span class="t3 xs">{formatInterval(row.change.low ?? NaN, row.change.high ?? NaN)}</span></span> : "–") },
+        { key: "change", title: `${t("prune.change")}, ${t("interval")}`, numeric: true, value: (row) => row.change?.value ?? NaN, cell: (row) => (row.change ? <span>{format(row.change.value ?? NaN)} <span class="t3 xs">{formatInterval(row.change.low ?? NaN, row.change.high ?? NaN)}</span></span> : "–") },
       ]}
     />
   );

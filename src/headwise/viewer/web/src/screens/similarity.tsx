@@ -2,12 +2,12 @@
 
 import { batch, signal } from "@preact/signals";
 import type { JSX } from "preact";
-import { setAblated } from "../actions";
-import { Button, choices, type Column, Form, Heatmap, Notes, Panel, Segmented, Select, TableButton, Toolbar } from "../components/basics";
+import { givenTexts, openTexts, setAblated, textLines } from "../actions";
+import { Button, choices, type Column, Form, Heatmap, Notes, Panel, Segmented, Select, Slider, TableButton, Toolbar } from "../components/basics";
 import { thumbnailImage } from "../canvas/heatmap";
 import { Badge } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
-import { Dendrogram } from "../components/dendrogram";
+import { Dendrogram, joinHeads } from "../components/dendrogram";
 import { streamName } from "../components/tokens";
 import { format, say, t } from "../i18n";
 import { classesOf, doc, firstHeads, headName, isAblated, job, runJob, scale, screen, selectedHead, selectedSite, selectHead, showsTable, source, thumbnails } from "../state";
@@ -38,18 +38,6 @@ function readGroups(message: Message): Group[] {
   }));
 }
 
-/** The cluster of each head if all merges below a distance are made; clusters are numbered by their first head. */
-export function clustersBelow(count: number, merges: Float32Array, threshold: number): number[] {
-  const parents = Array.from({ length: count }, (_, index) => index);
-  const root = (index: number): number => (parents[index] === index ? index : (parents[index] = root(parents[index]!)));
-  for (let row = 0; row * 3 < merges.length; row++) {
-    if (merges[row * 3 + 2]! > threshold) continue;
-    const [one, other] = [root(merges[row * 3]!), root(merges[row * 3 + 1]!)];
-    parents[Math.max(one, other)] = Math.min(one, other);
-  }
-  return parents.map((_, index) => root(index));
-}
-
 /** The head of a cluster that is nearest to all others of it. */
 function representative(members: number[], group: Group): number {
   const count = group.heads.length;
@@ -75,18 +63,9 @@ const groups = signal<Group[]>([]);
 const notes = signal<string[]>([]);
 const basis = urlSignal<Basis>("by", "attention", oneOf(BASES));
 const cut = urlSignal<number | null>("cut", null, (text) => (text === "" ? null : between(0, 1e9)(text)));
-const texts = signal<string | null>(null);
-
-function openTexts(): string {
-  return texts.value ?? (doc.value?.texts.join("\n") || Object.values(doc.value?.streams ?? {})[0]?.[0]?.text || "");
-}
-
-function lines(): string[] {
-  return openTexts().split("\n").filter((line) => line.trim());
-}
 
 async function compare(): Promise<void> {
-  const result = await runJob("similarity", { texts: lines() });
+  const result = await runJob("similarity", { texts: textLines.value });
   if (!result) return;
   if (groups.value.length) cut.value = null; // the first comparison keeps the cut of the address
   groups.value = readGroups(result);
@@ -128,13 +107,13 @@ export function SimilarityScreen(): JSX.Element {
 }
 
 function TextsPanel({ isOpen }: { isOpen: boolean }): JSX.Element {
-  const count = lines().length;
+  const count = textLines.value.length;
   return (
     <Panel>
       <details open={isOpen}>
         <summary>{t("similar.texts", { count })}</summary>
         <Form class="stack" onSend={() => count >= LEAST_TEXTS && void compare()}>
-          <textarea rows={6} aria-label={t("similar.textsLabel")} value={openTexts()} onInput={(event) => (texts.value = event.currentTarget.value)} />
+          <textarea rows={6} aria-label={t("similar.textsLabel")} value={openTexts.value} onInput={(event) => (givenTexts.value = event.currentTarget.value)} />
           {count < LEAST_TEXTS && <p class="t3">{t("similar.more")}</p>}
           <div>
             <button class="btn primary" type="submit" aria-disabled={count < LEAST_TEXTS || job.value?.kind === "similarity"}>
@@ -149,9 +128,7 @@ function TextsPanel({ isOpen }: { isOpen: boolean }): JSX.Element {
 
 function GroupView({ group, threshold, onCut }: { group: Group; threshold: number; onCut: (value: number) => void }): JSX.Element {
   const count = group.heads.length;
-  const clusters = clustersBelow(count, group.merges, threshold);
-  const members = new Map<number, number[]>();
-  clusters.forEach((cluster, head) => members.set(cluster, [...(members.get(cluster) ?? []), head]));
+  const { members } = joinHeads(count, group.merges, threshold);
   const order = [...members.values()].sort((a, b) => b.length - a.length).flat();
   const most = Math.max(...group.distances, 1e-9);
   const shared = [...members.values()].filter((heads) => heads.length > 1).sort((a, b) => b.length - a.length);
@@ -168,10 +145,7 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
       <p>{group.by === "attention" ? say(group.sentence) : t(`similar.about.${group.by}`, { count })}</p>
       <NearestHeads group={group} name={name} />
       <div class="toolbar">
-        <label class="picker range">
-          <span>{t("similar.cut", { value: format(threshold), unit })}</span>
-          <input type="range" min="0" max={most} step={most / 200} value={threshold} onInput={(event) => onCut(Number(event.currentTarget.value))} />
-        </label>
+        <Slider label={t("similar.cut", { value: format(threshold), unit })} min={0} max={most} step={most / 200} value={threshold} onInput={onCut} />
         <span class="t2">{t(group.by === "attention" ? "similar.clusters" : "similar.clustersOnly", { count: members.size, chance: group.clustersByChance })}</span>
         <span class="grow" />
         <Button aria-disabled={!shared.length} onClick={() => shared.length && propose("lab")}>{t("similar.propose")}</Button>
@@ -184,7 +158,7 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
       )}
       {showsTable.value ? (
         <>
-          <Panel><NeighbourTable group={group} clusters={clusters} name={name} /></Panel>
+          <Panel><NeighbourTable group={group} members={members} name={name} /></Panel>
           <div class="two">
             <Panel title={t("tree.title")}><DistanceTable caption={t("tree.title")} pairs={mergePairs(group.merges)} name={name} /></Panel>
             <Panel title={t("similar.pairs")}><DistanceTable caption={t("similar.pairs")} pairs={headPairs(group)} name={name} /></Panel>
@@ -286,10 +260,10 @@ function DistanceTable({ caption, pairs, name }: { caption: string; pairs: Pair[
 }
 
 /** The numbers behind the matrix and the map: for every head its place, its cluster and the head nearest to it. */
-function NeighbourTable({ group, clusters, name }: { group: Group; clusters: number[]; name: (head: number) => string }): JSX.Element {
+function NeighbourTable({ group, members, name }: { group: Group; members: Map<number, number[]>; name: (head: number) => string }): JSX.Element {
   const rows = group.heads.map((_, head) => {
     const { head: nearest, distance } = neighbours(group, head)[0]!;
-    return { head, nearest, distance, cluster: clusters[head]!, x: group.points[head * 2]!, y: group.points[head * 2 + 1]! };
+    return { head, nearest, distance, cluster: [...members].find(([, heads]) => heads.includes(head))![0], x: group.points[head * 2]!, y: group.points[head * 2 + 1]! };
   });
   type Row = (typeof rows)[number];
   const column = (key: "distance" | "x" | "y", title: string): Column<Row> => ({ key, title, numeric: true, value: (row) => row[key], cell: (row) => format(row[key]) });

@@ -1,7 +1,7 @@
 // The steps of one head for one query as the server sends them, and how each of their numbers is computed.
 
 import { visibleToken } from "../components/tokens";
-import { t, type TextKey } from "../i18n";
+import { isTextKey, t, type TextKey } from "../i18n";
 import type { Message } from "../source";
 
 export type Numbers = Float32Array | Int32Array | Uint8Array;
@@ -83,7 +83,8 @@ export function stepTitle(step: Step): string {
 }
 
 export function shortTitle(step: Step): string {
-  return t(`stepShort.${stepKind(step)}` as TextKey);
+  const key = `stepShort.${stepKind(step)}`;
+  return isTextKey(key) ? t(key) : stepTitle(step).toLowerCase();
 }
 
 /** Whether the numbers of a step are one for each key. */
@@ -198,7 +199,7 @@ function softmaxRule(steps: Steps, step: Step, index: number): string {
   const scores = previousScore(steps, step);
   const allowed = find(steps, "mask")?.arrays["allowed"]?.data;
   if (!scores || !allowed || stepKind(step) !== "normalise") return step.formula;
-  if (!allowed[index]) return t("steps.maskedCell");
+  if (!allowed[index]) return t("map.masked");
   const sink = step.facts["sink"];
   let top = sink ?? -Infinity;
   scores.forEach((score, key) => (top = allowed[key] ? Math.max(top, score) : top));

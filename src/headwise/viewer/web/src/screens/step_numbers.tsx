@@ -30,17 +30,17 @@ function StreamNumbers({ step, pointing }: Props): JSX.Element {
   const names: [string, string][] =
     step.arrays["own"] !== undefined
       ? [
-          ["in", t("steps.residualIn")],
+          ["in", t("stepShort.residual")],
           ["own", t("steps.own")],
           ["others", t("steps.others")],
-          ["bias", t("steps.bias")],
-          ["out", step.name === "sum" ? "y" : t("steps.residualOut")],
+          ["bias", t("stepShort.bias")],
+          ["out", step.name === "sum" ? "y" : t("stepShort.residual_out")],
         ]
       : step.arrays["added"]
         ? [
-            ["in", t("steps.residualIn")],
+            ["in", t("stepShort.residual")],
             ["added", "n"],
-            ["out", t("steps.residualOut")],
+            ["out", t("stepShort.residual_out")],
           ]
         : [["out", { residual: "x", contribution: "c", output_step: "z" }[step.name] ?? "n"]];
   const shown = names.filter(([name]) => step.arrays[name] && (name !== "bias" || step.arrays["bias"]!.data.some((value) => value !== 0)));

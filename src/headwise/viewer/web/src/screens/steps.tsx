@@ -45,7 +45,7 @@ function StepsToolbar({ steps }: { steps: Steps | null }): JSX.Element {
       {steps && (
         <span class="row sm t2">
           <span class="nw">
-            {t("steps.query")} <b class="mono b">{visibleToken(words[steps.query] ?? "")}</b> <span class="t3">{t("steps.position", { number: steps.query })}</span>
+            {t("query")} <b class="mono b">{visibleToken(words[steps.query] ?? "")}</b> <span class="t3">{t("steps.position", { number: steps.query })}</span>
           </span>
           <span class={`tag ${steps.origin === "model" ? "ok" : ""}`} title={say(steps.note)}>
             {t(steps.origin === "model" ? "steps.ofModel" : "steps.ofTrace")}
@@ -208,8 +208,8 @@ function StepTable({ steps, step }: { steps: Steps; step: Step }): JSX.Element {
       rows={rows}
       columns={[
         { key: "number", title: t("steps.number"), numeric: true, value: (row: NumberRow) => row.number },
-        { key: "name", title: isByKey(step) ? t("steps.key") : step.name === "norm" ? "n" : "", value: (row: NumberRow) => row.name },
-        { key: "value", title: t("steps.value"), numeric: true, value: (row: NumberRow) => row.value, cell: (row: NumberRow) => exact(row.value) },
+        { key: "name", title: isByKey(step) ? t("key") : step.name === "norm" ? "n" : "", value: (row: NumberRow) => row.name },
+        { key: "value", title: t("value"), numeric: true, value: (row: NumberRow) => row.value, cell: (row: NumberRow) => exact(row.value) },
         { key: "rule", title: t("steps.formula"), value: (row: NumberRow) => row.rule, cell: (row: NumberRow) => <span class="mono">{say(row.rule)}</span> },
       ]}
     />
@@ -221,7 +221,7 @@ function Missing({ steps }: { steps: Steps }): JSX.Element | null {
   const entries = Object.entries(steps.missing);
   if (!entries.length && !steps.note) return null;
   return (
-    <Panel {...(entries.length ? { title: t("steps.missing") } : {})} class="missing-steps">
+    <Panel {...(entries.length ? { title: t("open.skipped") } : {})} class="missing-steps">
       {steps.note && <p class="t2">{say(steps.note)}</p>}
       <dl class="missing sm">
         {groupByReason(entries.map(([name, reason]) => [t(`step.${name}` as TextKey), reason])).map(([reason, names]) => (

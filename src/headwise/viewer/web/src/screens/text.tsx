@@ -13,9 +13,8 @@ import { MAX_CELLS, strongestQuery, type TileState } from "../components/head_da
 import { isSpecial, streamWords, visibleToken } from "../components/tokens";
 import { fetchAggregateTile, fetchAggregateWeights, fetchCombinedTile, fetchWeights, type HeadPair, largest, leaveOut, MOST_LINES, NO_WEIGHTS, otherHeads, shownGroups, VoiceLines, type Weights } from "../components/voice_lines";
 import { format, t, type TextKey } from "../i18n";
-import type { Site } from "../source";
+import type { PageError, Site } from "../source";
 import { addedTokens, aggregate, AGGREGATES, combination, COMBINATIONS, doc, excludedTokens, generation, headName, job, scale, secondHead, selectedSite, selectedToken, showsTable, site, sites, source, textMode, toPageError } from "../state";
-import type { PageError } from "../source";
 
 const LISTED = 6; // keys and queries in the lists
 const COLUMN_WAIT_MS = 200;
@@ -160,7 +159,7 @@ function Toolbar(): JSX.Element {
   const others = alike.filter(([number, head]) => number !== groups[0]![0]![0] || head !== groups[0]![0]![1]);
   return (
     <div class="toolbar">
-      <h1>{t("text.title")}</h1>
+      <h1>{t("screen.text")}</h1>
       <Segmented label={t("text.heads")} value={textMode.value} options={choices("text.mode.", ["one", "set", "two", "all"])} onChange={(value) => (textMode.value = value)} />
       {(textMode.value === "set" ? groups[0]! : groups.map((heads) => heads[0]!)).map(([number, head], place) => (
         <span key={`${number}.${head}`} class={`tag mono ${textMode.value === "two" ? `hue-tag-${place === 0 ? "a" : "b"}` : ""}`}>
