@@ -43,7 +43,7 @@ def test_hidden_tokens_leave_every_view_and_the_rest_is_divided_by_its_sum(page:
             page, f"document.querySelector('.head-lay').textContent.includes('{expected[0]:.4g}')"
         )
         page.get_by_role("link", name="Steps").click()
-        page.get_by_text("This screen works with the tokens of the model.").wait_for()
+        page.get_by_text("this screen needs each token of the model").wait_for()
         page.get_by_role("button", name="Show all tokens").click()
         wait_until(page, f"document.querySelectorAll('.toks .tok').length === {len(words)}")
         assert page.get_by_role("heading", name="E1 H3").first.is_visible()
@@ -75,7 +75,7 @@ def test_a_threshold_leaves_only_strong_pairs(page: Any):
         open_head(page, url, "head=2&form=arcs&least=0.5")
         expected = int((np.round(weights * 255) / 255 >= 0.5).sum())
         wait_until(page, f"document.querySelectorAll('.lines path').length === {expected}")
-        assert page.get_by_text("pairs from 50 % of the largest").is_visible()
+        assert page.get_by_text("pairs with at least 50 % of the largest weight").is_visible()
 
 
 def test_points_lie_where_the_queries_and_keys_are(page: Any):

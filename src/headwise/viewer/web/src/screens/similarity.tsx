@@ -190,7 +190,7 @@ const SHOWN_NEIGHBOURS = 5;
 /** The selected head and the heads that are nearest to it, as pictures; a press selects one. */
 function NearestHeads({ group, name }: { group: Group; name: (head: number) => string }): JSX.Element | null {
   const chosen = placeIn(group);
-  if (chosen < 0) return null;
+  if (chosen < 0 || showsTable.value) return null; // the table of heads names the nearest of each
   const shown = [{ head: chosen, distance: 0 }, ...neighbours(group, chosen).slice(0, SHOWN_NEIGHBOURS)];
   return (
     <Panel title={t("similar.nearestTo", { head: name(chosen) })}>
