@@ -60,8 +60,10 @@ def test_a_screen_keeps_its_own_choice_of_tables(page: Any):
         page.get_by_role("table", name="54 heads").wait_for()
         page.get_by_role("link", name="Head", exact=True).click()
         page.get_by_role("application").wait_for()
+        assert "table=1" not in page.url
         page.get_by_role("link", name="Map").click()
         page.get_by_role("table", name="54 heads").wait_for()
+        assert "table=1" in page.url
 
 
 def test_a_refused_text_says_what_the_sample_reads_and_what_is_still_shown(page: Any):
