@@ -48,27 +48,21 @@ def print_page(text: str) -> None:
     """
     if sys.stdout.isatty():
         text = escape_page(text)
+    encoding = sys.stdout.encoding or "ascii"
     try:
-        text.encode(sys.stdout.encoding or "ascii")
+        text.encode(encoding)
     except UnicodeEncodeError:
         text = text.translate(ASCII_FALLBACKS)
-        if not text.isascii():
-            _note_replaced_characters(sys.stdout.encoding or "ascii")
+        if not text.isascii() and encoding not in _noted_encodings:
+            _noted_encodings.add(encoding)
+            print_note(
+                f"headwise: characters that {encoding} does not have are shown as ?; set "
+                "PYTHONIOENCODING=utf-8"
+            )
     print(text)
 
 
 _noted_encodings = set[str]()
-
-
-def _note_replaced_characters(encoding: str) -> None:
-    """Warn once that unsupported characters were replaced."""
-    if encoding in _noted_encodings:
-        return
-    _noted_encodings.add(encoding)
-    print_note(
-        f"headwise: characters that {encoding} does not have are shown as ?; set "
-        "PYTHONIOENCODING=utf-8"
-    )
 
 
 def print_note(text: object) -> None:

@@ -18,7 +18,6 @@ from .options import Options, UsageError, options
 
 if TYPE_CHECKING:
     from ..attention.spec.attention_spec import AttentionSpec
-    from ..observe.inspect.attention_sites import Sites
 
 MASK_TOKENS = 16  # enough to recognise every pattern, small enough for a terminal
 
@@ -235,30 +234,27 @@ class SitesOptions(Options):
 def sites_main(argv: list[str]) -> int:
     """Print the table of attention layers."""
     args = SitesOptions.parse(argv)
-    table = _list_sites(args.model)
-    print_result(args, table, table.to_dict)
-    return 0
-
-
-def _list_sites(name: str) -> Sites:
-    """Return the attention layers of a model with or without weights, or of a spec."""
     from ..observe.inspect.attention_sites import sites
 
+    name = args.model
     path = Path(name)
     is_named = parse_hub_id(name) is not None or parse_factory(name) is not None
     if is_named or path.is_dir() or (path.is_file() and path.suffix not in DESCRIPTION_SUFFIXES):
         from ..hub.pretrained_models import load_original
 
-        return sites(load_original(name))
-    import torch
+        table = sites(load_original(name))
+    else:
+        import torch
 
-    from ..attention.attention import Attention
-    from ..attention.spec.attention_spec import AttentionSpec
-    from ..models import build
+        from ..attention.attention import Attention
+        from ..attention.spec.attention_spec import AttentionSpec
+        from ..models import build
 
-    target = resolve_target(name, {}, [])
-    with torch.device("meta"):
-        return sites(Attention(target) if isinstance(target, AttentionSpec) else build(target))
+        target = resolve_target(name, {}, [])
+        with torch.device("meta"):
+            table = sites(Attention(target) if isinstance(target, AttentionSpec) else build(target))
+    print_result(args, table, table.to_dict)
+    return 0
 
 
 @options

@@ -319,7 +319,8 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument("--help-all", action="store_true", help=help_all)
         entries = help_entries(options)
         groups: dict[str, Any] = {"": self}
-        for each in sorted(fields(options), key=_help_position):
+        last = {name: number for number, name in enumerate(LAST_FIELDS)}
+        for each in sorted(fields(options), key=lambda each: last.get(each.name, -1)):
             entry = entries[each.name]
             if expert or not entry.group:
                 if entry.group not in groups:
@@ -422,11 +423,6 @@ class CommandParser(argparse.ArgumentParser):
             return name
         metavar = action.metavar or ""
         return f"{name} {metavar if isinstance(metavar, str) else ' '.join(metavar)}"
-
-
-def _help_position(each: Field[Any]) -> int:
-    """Return the position of a field among LAST_FIELDS; -1 for others, which precede them."""
-    return LAST_FIELDS.index(each.name) if each.name in LAST_FIELDS else -1
 
 
 def _kind(each: Field[Any]) -> str:

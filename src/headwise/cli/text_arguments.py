@@ -296,13 +296,18 @@ class CompressionRun:
         # `verify` would raise these errors only after the model has been written.
         from ..observe.head_analysis.objectives import choose_objective
         from ..surgery.verification.efficiency import fit_lengths
+        from ..surgery.verification.perplexity import check_decoder, check_perplexity
 
         choose_objective(model, args.objective, examples[0])
-        pace = _timing_pace(args) if "seconds" in vars(args) else None
-        if pace is not None:
-            fit_lengths(model, pace)
-        if "seconds" in vars(args):
-            _check_judges(model, args)
+        if isinstance(args, CompressionOptions):
+            pace = _timing_pace(args)
+            if pace is not None:
+                fit_lengths(model, pace)
+            perplexity = _perplexity(args)
+            if perplexity is not None:
+                check_perplexity(model, perplexity)
+            if args.evaluation is not None:
+                check_decoder(model)
         source = folder if isinstance(folder, Path) else None
         return CompressionRun(args, model, source, examples, examples, task, [*reading_notes])
 
@@ -320,33 +325,25 @@ class CompressionRun:
         )
         self.notes[:0] = notes
 
-    def distillation_texts(self) -> list[Example]:
-        """Return the texts for retraining, separate from the verification's texts."""
-        from ..observe.head_analysis.annotated_examples import (
-            examples_from_lines,
-            examples_from_task,
-            read_lines,
-        )
-
-        if self.task is not None:
-            return examples_from_task(
-                self.net, self.task, self.args.distill_examples, "train"
-            ).examples_with_frequencies()
-        if self.args.distill_data is not None:
-            return examples_from_lines(
-                self.net, read_lines(self.args.distill_data)
-            ).examples_with_frequencies()
-        return self.selection_examples
-
     def retrain(self, model: Transformer) -> tuple[Transformer, dict[str, Any]]:
         """Retrain the model if --uptrain is given; return it with entries for the record of the
         folder.
         """
+        from ..observe.head_analysis import annotated_examples
         from ..surgery.distillation import UptrainingOptions, uptrain
 
         if self.args.uptrain is None:
             return model, {}
-        texts = self.distillation_texts()
+        texts = self.selection_examples
+        if self.task is not None:
+            reader = annotated_examples.examples_from_task(
+                self.net, self.task, self.args.distill_examples, "train"
+            )
+            texts = reader.examples_with_frequencies()
+        elif self.args.distill_data is not None:
+            lines = annotated_examples.read_lines(self.args.distill_data)
+            reader = annotated_examples.examples_from_lines(self.net, lines)
+            texts = reader.examples_with_frequencies()
         options = UptrainingOptions(
             steps=self.args.uptrain,
             seed=self.args.seed,
@@ -492,17 +489,6 @@ def _perplexity(args: Any) -> PerplexityOptions | None:
     if args.perplexity is None:
         return None
     return PerplexityOptions(args.perplexity, args.context, args.stride)
-
-
-def _check_judges(model: Any, args: Any) -> None:
-    """Refuse --eval and --perplexity for models that they do not fit."""
-    from ..surgery.verification.perplexity import check_decoder, check_perplexity
-
-    perplexity = _perplexity(args)
-    if perplexity is not None:
-        check_perplexity(model, perplexity)
-    if args.evaluation is not None:
-        check_decoder(model)
 
 
 def _timing_pace(args: Any) -> TimingOptions | None:

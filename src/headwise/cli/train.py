@@ -101,7 +101,16 @@ class TrainOptions(DeviceOptions):
 
     def check(self) -> None:
         """Refuse impossible options before data or a model is loaded."""
-        _check_data(self.what, self.data)
+        if self.data is not None:
+            if not _may_be_data(self.data):
+                fact = f"there is no file or folder {self.data!r} for --data"
+                raise UsageError(f"{fact}; give one that exists")
+        elif self.what is None:
+            known = ", ".join(_list_tasks())
+            raise UsageError(f"give something to train on: {known}, or a file or folder")
+        elif self.what not in _list_tasks() and not _may_be_data(self.what):
+            remedy = suggest(self.what, _list_tasks())
+            raise UsageError(f"there is no task, file or folder {self.what!r}; {remedy}")
         path = Path(self.model or "")
         if self.model is not None and path.exists() and path.suffix not in DESCRIPTION_SUFFIXES:
             check_model_path("--model", self.model)
@@ -165,20 +174,6 @@ def _train(argv: list[str], launch: ProcessInfo, started_at: float) -> None:
     data = result.data | {"seconds": result.seconds + startup}
     if launch.is_leader:
         print_page(to_json(data) if args.json else _format_result(data, args.out))
-
-
-def _check_data(name: str | None, data: str | None) -> None:
-    """Refuse an unknown task, or missing data."""
-    if data is not None:
-        if not _may_be_data(data):
-            fact = f"there is no file or folder {data!r} for --data"
-            raise UsageError(f"{fact}; give one that exists")
-        return
-    tasks = _list_tasks()
-    if name is None:
-        raise UsageError(f"give something to train on: {', '.join(tasks)}, or a file or folder")
-    if name not in tasks and not _may_be_data(name):
-        raise UsageError(f"there is no task, file or folder {name!r}; {suggest(name, tasks)}")
 
 
 def _list_tasks() -> list[str]:
@@ -270,7 +265,11 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
         remedy = suggest(name, [*PRESETS, *networks, *PUBLISHED_MODELS])
         raise UsageError(f"there is no preset, file or folder {name!r}; {remedy}")
     if not is_published and path.suffix not in DESCRIPTION_SUFFIXES:
-        return _load_weights(name, recipe)
+        from ..hub import load
+
+        net = load(name, dropout=recipe.dropout)
+        # 16-bit weights become float32, because small updates would be lost in them
+        return net if min(p.element_size() for p in net.parameters()) > 2 else net.float()
     target = resolve_target(name, {}, [])
     if isinstance(target, AttentionSpec):
         return replace_self_attention(task.model(), partial(_check_width, target, name, task.name))
@@ -293,16 +292,6 @@ def _check_width(new: AttentionSpec, file: str, task: str, old: AttentionSpec) -
         remedy = f"headwise spec {file} --set model={old.model} --toml"
         raise UsageError(f"{fact} width {old.model}; write a file for it with {remedy}")
     return new
-
-
-def _load_weights(name: str, recipe: Recipe) -> Transformer:
-    """Load weights to continue from; 16-bit weights become float32, because small updates would be
-    rounded away.
-    """
-    from ..hub import load
-
-    net = load(name, dropout=recipe.dropout)
-    return net if min(p.element_size() for p in net.parameters()) > 2 else net.float()
 
 
 def _format_result(data: Mapping[str, Any], out: str) -> str:

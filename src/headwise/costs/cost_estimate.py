@@ -114,7 +114,8 @@ class CostEstimate:
         for component in components:
             for product in component.required_products(call):
                 flops = product.flops * (product.num_grad_factors if backward else 1)
-                items.append((_qualify(component.name, product.name), flops, component.times))
+                name = f"{component.name}.{product.name}".lstrip(".")
+                items.append((name, flops, component.times))
         return CostBreakdown.from_repeated_items(items)
 
     @property
@@ -412,10 +413,6 @@ def _add_generation(totals: Totals) -> Totals:
     prompt = totals["prompt"]
     steps = totals["steps"]
     return {**totals, "generate": None if prompt is None or steps is None else prompt + steps}
-
-
-def _qualify(owner: str, name: str) -> str:
-    return f"{owner}.{name}" if owner else name
 
 
 def _cached_values(components: Iterable[AttentionComponent | CountedCore]) -> CostBreakdown:

@@ -418,6 +418,4 @@ _OPTIMISER_CONVENTIONS = (
         "muon", "Muon in fp32, for all parameters", {"weights": 4, "gradients": 4, "momentum": 4}
     ),
 )
-OPTIMISERS: dict[str, OptimiserMemory] = {
-    convention.name: convention for convention in _OPTIMISER_CONVENTIONS
-}
+OPTIMISERS = {convention.name: convention for convention in _OPTIMISER_CONVENTIONS}

@@ -44,7 +44,6 @@ from .head_entries import (
 from .head_grouping import HeadGroups, group_adjacent_heads
 from .hf_export.model_folder import OutputFolder, WrittenFolder
 from .hf_export.module_folder import (
-    ChangedModels,
     find_config,
     with_plain_parameters,
     write_module_folder,
@@ -146,8 +145,10 @@ class ModuleChange(SurgeryResult):
     def write_folder(
         self, after: Any, target: OutputFolder, record: Mapping[str, Any]
     ) -> WrittenFolder:
-        models = ChangedModels(self.before, after, self.original.tokenizer)
-        return write_module_folder(models, self.counts, self.inputs, target, record)
+        tokenizer = self.original.tokenizer
+        return write_module_folder(
+            self.before, after, tokenizer, self.counts, self.inputs, target, record
+        )
 
 
 # --- Verbs ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,16 +42,10 @@ from .model_folder import (
 SiteCounts = Mapping[str, tuple[Site, HeadCounts, HeadCounts]]
 
 
-class ChangedModels(NamedTuple):
-    """A transformers model before and after a change, and the tokenizer that the caller gave."""
-
-    before: Any
-    after: nn.Module
-    tokenizer: object = None
-
-
 def write_module_folder(
-    models: ChangedModels,
+    before: Any,
+    after: Any,
+    tokenizer: object,
     counts: SiteCounts,
     inputs: ModelInputs,
     target: OutputFolder,
@@ -63,24 +57,30 @@ def write_module_folder(
     `counts` are the heads of every attention before and after. The folder is read back, and its
     outputs on `inputs` must be those of `after`.
     """
-    if getattr(models.after, "save_pretrained", None) is None:
+    if getattr(after, "save_pretrained", None) is None:
         raise SpecError(
-            f"{type(models.after).__name__} has no save_pretrained and config of transformers; "
+            f"{type(after).__name__} has no save_pretrained and config of transformers; "
             "save its state_dict, and apply the change again to load it"
         )
     return write_changed_folder(
-        target, record, lambda fresh: _write_first_kind(models, counts, inputs, fresh)
+        target,
+        record,
+        lambda fresh: _write_first_kind(before, after, tokenizer, counts, inputs, fresh),
     )
 
 
 def _write_first_kind(
-    models: ChangedModels, counts: SiteCounts, inputs: ModelInputs, fresh: Path
+    before: Any,
+    changed: nn.Module,
+    tokenizer: object,
+    counts: SiteCounts,
+    inputs: ModelInputs,
+    fresh: Path,
 ) -> tuple[str, str, dict[str, Any]]:
     """Write a plain checkpoint if a config describes the heads, else one with a loader script;
     return kind, sentence and additions to heads.json.
     """
-    before = models.before
-    after, is_stored_once = with_plain_parameters(before, models.after)
+    after, is_stored_once = with_plain_parameters(before, changed)
     expected = run_and_record(after, inputs, ())
     config, reason = (before.config, "") if is_stored_once else find_config(after, counts)
     additions = dict[str, Any]()
@@ -98,7 +98,7 @@ def _write_first_kind(
         additions = {"modules": modules, **add_loader(fresh, {"modules": modules})}
         loaded = load_resized(fresh, modules, dtype=after.dtype)
         (fresh / RECORD_FILE).unlink()
-    copy_companions(before, models.tokenizer, fresh)
+    copy_companions(before, tokenizer, fresh)
     difference = largest_difference(run_and_record(loaded, inputs, ()), expected)
     if not difference <= TOLERANCE:
         raise SpecError(
@@ -167,13 +167,6 @@ def list_module_changes(before: nn.Module, after: nn.Module) -> dict[str, dict[s
 # --- A config that describes the new heads --------------------------------------------------------
 
 
-class ConfigPart(NamedTuple):
-    """A config, or one nested in it, with the heads of the attentions that read it."""
-
-    config: Any
-    sites: Sequence[tuple[Site, HeadCounts, HeadCounts]]
-
-
 def find_config(model: Any, counts: SiteCounts) -> tuple[Any, str]:
     """Return a config that builds a model of these shapes; None, with the reason, if none does."""
     shapes = {name: tuple(one.shape) for name, one in model.state_dict().items()}
@@ -181,11 +174,11 @@ def find_config(model: Any, counts: SiteCounts) -> tuple[Any, str]:
     for sets_dim in (False, True):
         memo: dict[int, Any] = {}
         config = copy.deepcopy(model.config, memo)
-        for part in _list_parts(model, counts):
-            uneven = _describe_uneven(part.sites)
+        for part, sites in _list_parts(model, counts):
+            uneven = _describe_uneven(sites)
             if uneven:
                 return None, uneven
-            _set_counts(memo.get(id(part.config)), part.sites, sets_dim)
+            _set_counts(memo.get(id(part)), sites, sets_dim)
         try:
             built = build_without_weights(type(model), config)
         except Exception as error:  # a config may refuse values in any way
@@ -196,7 +189,9 @@ def find_config(model: Any, counts: SiteCounts) -> tuple[Any, str]:
     return None, reason
 
 
-def _list_parts(model: nn.Module, counts: SiteCounts) -> Iterator[ConfigPart]:
+def _list_parts(
+    model: nn.Module, counts: SiteCounts
+) -> Iterator[tuple[Any, Sequence[tuple[Site, HeadCounts, HeadCounts]]]]:
     """Yield each config with the sites whose modules read it, by their nearest config and stack."""
     sites = dict[tuple[int, str], list[tuple[Site, HeadCounts, HeadCounts]]]()
     configs = dict[int, Any]()
@@ -209,7 +204,7 @@ def _list_parts(model: nn.Module, counts: SiteCounts) -> Iterator[ConfigPart]:
         configs[id(config)] = config
         sites.setdefault((id(config), site.stack), []).append((site, old, new))
     for (key, _), rows in sites.items():
-        yield ConfigPart(configs[key], rows)
+        yield configs[key], rows
 
 
 def _describe_uneven(sites: Sequence[tuple[Site, HeadCounts, HeadCounts]]) -> str:

@@ -264,7 +264,10 @@ def make_harness_model(net: nn.Module) -> Any:
                 temperature = options.get("temperature", 0.0) if sampled else 0.0
                 context = self.tok_encode(prompt)[-(max_length - new) :]
                 ids = _continue_prompt(net, context, new, temperature, stops)
-                answers.append(_cut(tokenizer.text(ids), stops))
+                text = tokenizer.text(ids)
+                for stop in stops:
+                    text = text.partition(stop)[0]
+                answers.append(text)
             return answers
 
     return HeadwiseModel()
@@ -287,10 +290,3 @@ def _continue_prompt(
         options = {"max_new_tokens": count, "pad_token_id": 0, "do_sample": False, **sampling}
         outputs = model.generate(inputs, attention_mask=mask, **options)
     return outputs[0, len(context) :].tolist()
-
-
-def _cut(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first stop text."""
-    for stop in stops:
-        text = text.partition(stop)[0]
-    return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,19 +175,15 @@ def score_targets(
     """
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]), reverse=True)
     scores: dict[int, TargetScore] = {}
-    for batch in _batches(order, rows):
+    start = 0
+    while start < len(order):
+        # the longest come first, so that a padded batch has about `BATCH_TOKENS`
+        size = max(1, BATCH_TOKENS // max(1, len(rows[order[start]])))
+        batch = order[start : start + size]
+        start += size
         batch_scores = _score_batch(model, [rows[n] for n in batch], [firsts[n] for n in batch])
         scores |= zip(batch, batch_scores, strict=True)
     return [scores[index] for index in range(len(rows))]
-
-
-def _batches(order: Sequence[int], rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yield indices of rows, longest first, so that a padded batch has about `BATCH_TOKENS`."""
-    start = 0
-    while start < len(order):
-        size = max(1, BATCH_TOKENS // max(1, len(rows[order[start]])))
-        yield list(order[start : start + size])
-        start += size
 
 
 @torch.inference_mode()
