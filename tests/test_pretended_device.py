@@ -28,6 +28,7 @@ from headwise.observe.head_analysis.annotated_examples import (
     examples_from_task,
     read_conllu,
 )
+from headwise.observe.head_analysis.attention_maps import attribute_all_logits
 from headwise.observe.head_analysis.dependency_syntax import (
     DependencyScores,
     ProbeOptions,
@@ -36,7 +37,6 @@ from headwise.observe.head_analysis.dependency_syntax import (
 from headwise.observe.head_analysis.head_circuits import compare_circuits, measure_head_circuits
 from headwise.observe.head_analysis.head_importance import IMPORTANCE_METHODS
 from headwise.observe.head_analysis.head_measurement import MeasureOptions
-from headwise.observe.head_analysis.logit_attribution import attribute_all_logits
 from headwise.observe.head_analysis.rank_analysis import measure_rank_collapse
 from headwise.observe.inspect import abilities
 from headwise.observe.inspect.model_inputs import get_device

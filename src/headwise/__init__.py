@@ -47,12 +47,11 @@ if TYPE_CHECKING:  # for type checkers and editors only; at run time names are i
     from .models.model_spec import ProcessorSpec
     from .observe import head_analysis, inspect, traces
     from .observe.head_analysis.annotated_examples import Example, ExampleReader
-    from .observe.head_analysis.attention_maps import compute_attention_maps
+    from .observe.head_analysis.attention_maps import attribute_logit, compute_attention_maps
     from .observe.head_analysis.head_circuits import get_circuits
     from .observe.head_analysis.head_importance import estimate_importance
     from .observe.head_analysis.head_measurement import measure_heads
     from .observe.head_analysis.head_redundancy import measure_redundancy
-    from .observe.head_analysis.logit_attribution import attribute_logit
     from .observe.head_analysis.text_analysis import heads, importance
     from .observe.inspect.ablation import Noise, Resample, ablate, patch
     from .observe.inspect.adapters.declarations import AttentionSite, declare
@@ -122,7 +121,7 @@ _MODULE_OF_NAME = {
     "importance": "observe.head_analysis.text_analysis",
     "estimate_importance": "observe.head_analysis.head_importance",
     "measure_redundancy": "observe.head_analysis.head_redundancy",
-    "attribute_logit": "observe.head_analysis.logit_attribution",
+    "attribute_logit": "observe.head_analysis.attention_maps",
     "prune": "surgery.any_model",
     "convert_module": "surgery.module_surgery",
     "prune_module": "surgery.module_surgery",

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise.surgery.split_multihead import SplitMultiheadAttention
+from headwise.surgery.resized_attention import SplitMultiheadAttention
 from headwise.util.errors import SpecError
 from support.refusals import refused_cases
 from support.third_party_attentions import Wrapped

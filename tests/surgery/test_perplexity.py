@@ -12,7 +12,7 @@ from transformers import AutoModel
 
 import headwise as hw
 from headwise.observe.inspect.model_tokenizer import with_tokenizer
-from headwise.surgery.verification.perplexity import (
+from headwise.surgery.verification.evaluation_tasks import (
     PerplexityOptions,
     compare_perplexity,
     cut_windows,

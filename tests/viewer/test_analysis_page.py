@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.observe.inspect.text_reading import find_token_decoder
+from headwise.observe.inspect.model_tokenizer import find_token_decoder
 from headwise.observe.traces.attention_trace import aggregate_heads, roll_out_attention
 from headwise.viewer.answers import ask
 from headwise.viewer.open_model import id_inputs

@@ -15,7 +15,7 @@ import torch
 import headwise as hw
 from headwise.models.vocabulary import ByteVocabulary, byte_alphabet
 from headwise.observe.head_analysis.annotated_examples import GENERAL_TEXTS, read_lines
-from headwise.observe.inspect.text_reading import _encode, make_token_decoder
+from headwise.observe.inspect.model_tokenizer import _encode, make_token_decoder
 from headwise.observe.traces import save_trace
 from headwise.viewer.answers import ask
 from headwise.viewer.model_actions import capture_text, measure

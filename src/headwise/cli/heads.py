@@ -415,8 +415,7 @@ def _measure_model(
 
 def _show_one_text(model: Any, args: HeadsOptions) -> Any:
     """Return the view of the text named by the options."""
-    from ..observe.head_analysis.attention_maps import compute_attention_maps
-    from ..observe.head_analysis.logit_attribution import attribute_logit
+    from ..observe.head_analysis.attention_maps import attribute_logit, compute_attention_maps
     from ..observe.inspect.attention_sites import sites
 
     text = args.text

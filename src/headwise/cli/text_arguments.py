@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from ..observe.head_analysis.annotated_examples import Example
     from ..surgery.model_and_texts import SurgeryResult
     from ..surgery.verification.efficiency import TimingOptions
-    from ..surgery.verification.evaluation_tasks import EvaluationTasks
-    from ..surgery.verification.perplexity import PerplexityOptions
+    from ..surgery.verification.evaluation_tasks import EvaluationTasks, PerplexityOptions
     from ..training.data import Task
 
 DEFAULT_EXAMPLES = 200  # task examples without --limit
@@ -296,7 +295,7 @@ class CompressionRun:
         # `verify` would raise these errors only after the model has been written.
         from ..observe.head_analysis.objectives import choose_objective
         from ..surgery.verification.efficiency import fit_lengths
-        from ..surgery.verification.perplexity import check_decoder, check_perplexity
+        from ..surgery.verification.evaluation_tasks import check_decoder, check_perplexity
 
         choose_objective(model, args.objective, examples[0])
         if isinstance(args, CompressionOptions):
@@ -484,7 +483,7 @@ def _load_unread(folder: Any, args: Any) -> Any:
 
 
 def _perplexity(args: Any) -> PerplexityOptions | None:
-    from ..surgery.verification.perplexity import PerplexityOptions
+    from ..surgery.verification.evaluation_tasks import PerplexityOptions
 
     if args.perplexity is None:
         return None

@@ -3,9 +3,10 @@
 In reading order:
 
 - `flops` counts term by term and keeps the formula of every number, `weight_storage`
-  gives parameters and the bytes of weights, `roofline` lower bounds of times on a device;
-- `forward_call` describes one call, `counted_model` a model by its modules; `components` is the one
-  walk over a spec or model, and gives all costs of a component;
+  gives parameters and the bytes of weights, `roofline` lower bounds of times on a device, and
+  forward calls;
+- `counted_model` describes a model by its modules; `components` is the one walk over a spec or
+  model, and gives all costs of a component;
 - `workload` describes forward calls; `cost_estimate` gives the costs of one layer or model,
   `cost_report` the tables and figures of `hw.cost` and `headwise cost`, `size_matching` sizes of
   equal cost;

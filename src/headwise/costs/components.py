@@ -47,15 +47,16 @@ from .flops import (
     patterns_of_kv_heads,
     value_grad_factors,
 )
-from .forward_call import (
+from .roofline import (
     CPU_FP32,
     ExecutionFormats,
     ExecutionTarget,
     ForwardCall,
     LayerOperation,
+    RooflineOperation,
     cached_tokens_read,
+    merge_operations,
 )
-from .roofline import RooflineOperation, merge_operations
 from .weight_storage import (
     SINGLE_LAYER,
     WeightStorage,

@@ -19,8 +19,15 @@ from .components import (
 )
 from .counted_model import CountedCore, CountedModel
 from .flops import CostBreakdown
-from .forward_call import ExecutionFormats, ExecutionTarget, ForwardCall
-from .roofline import Device, MemoryShortfall, RooflineOperation, merge_operations
+from .roofline import (
+    Device,
+    ExecutionFormats,
+    ExecutionTarget,
+    ForwardCall,
+    MemoryShortfall,
+    RooflineOperation,
+    merge_operations,
+)
 from .training_memory import ActivationSettings, activation_memory
 from .weight_storage import active_parameters, dtype_bytes, parameter_terms, total_weight_bytes
 from .workload import (

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..attention.masking.patterns import Pattern
 from ..models.model_spec import QuantizationSpec, WeightSpec
 from .flops import CostBreakdown, MatrixProduct, SymbolicInt, name_size
-from .forward_call import (
+from .roofline import (
     ExecutionFormats,
     ExecutionTarget,
     ForwardCall,

@@ -1,5 +1,5 @@
-"""Roofline model: peak FLOP/s, bandwidth and memory of devices, and lower bounds of operation
-times.
+"""Roofline model: peak FLOP/s, bandwidth and memory of devices, lower bounds of operation times,
+and the forward calls that run on a device.
 
 Devices come from `hardware.toml`; the device "here" is the machine that runs this, which is
 measured once in a process.
@@ -14,18 +14,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..attention.masking.patterns import Pattern
 from ..kernels.capabilities import available_memory, this_machine
 from ..kernels.compilation import compile_when_called
 from ..kernels.devices import synchronize
 from ..kernels.linear import linear
+from ..models.model_spec import WeightSpec
 from ..util.errors import SpecError, suggest
 from .flops import TORCH_DTYPES
-from .weight_storage import DTYPE_BYTES, FP8
+from .weight_storage import DTYPE_BYTES, FP8, WeightStorage
 
 THIS_MACHINE = "here"
 HARDWARE_TABLE = tomllib.loads(files("headwise.costs").joinpath("hardware.toml").read_text())
@@ -271,3 +273,73 @@ def format_gigabytes(count: int) -> str:
     ('16.06 GB', '16.78 MB')
     """
     return f"{count / 1e9:,.2f} GB" if count >= 10**9 else f"{count / 1e6:,.2f} MB"
+
+
+# --- One forward call, and where and in which formats it runs -------------------------------------
+
+
+class ForwardCall(NamedTuple):
+    """One forward call: `tokens` new tokens per row after `past` cached ones, and the length of the
+    source sequence.
+
+    mode="whole": all tokens in one call and logits for each, as in training; "prompt": all tokens
+    in one call, logits for the last only; "steps": `tokens` decode steps of one token each, with
+    the source cached before.
+    """
+
+    batch: int
+    tokens: int
+    past: int = 0
+    source: int = 0
+    mode: str = "whole"
+
+    @property
+    def encoder_call(self) -> ForwardCall:
+        """The call that this makes to the encoder, or to any stack before the last one."""
+        return self._replace(tokens=0 if self.mode == "steps" else self.source, past=0)
+
+
+class ExecutionTarget(NamedTuple):
+    """Where a call runs: the torch device type, and the precision."""
+
+    device: str = "cpu"
+    dtype: str = "fp32"
+
+
+CPU_FP32 = ExecutionTarget()
+
+
+class ExecutionFormats(NamedTuple):
+    """The device of a call, and the formats of its products and weights."""
+
+    device: Device
+    dtype: str
+    storage: WeightStorage
+
+    def product_dtype(self, weights: Iterable[WeightSpec]) -> str:
+        """Format of products with these weights: fp8 if a matrix has it and the device multiplies
+        it. Matrices in other formats are converted first.
+        """
+        quantization = self.storage.quantization
+        if quantization is None or quantization.format.name != FP8 or FP8 not in self.device.flops:
+            return self.dtype
+        return FP8 if any(map(quantization.covers, weights)) else self.dtype
+
+
+class LayerOperation(NamedTuple):
+    """One operation of one layer: FLOPs, bytes moved, and the format of its products."""
+
+    name: str
+    flops: int
+    bytes_moved: int
+    dtype: str
+
+
+def cached_tokens_read(pattern: Pattern, past: int, steps: int) -> int:
+    """Total number of cached tokens that `steps` decode steps read; a ring buffer holds only tokens
+    in the window.
+    """
+    first, last = pattern.retention
+    capacity = past + steps if last is None else min(past + steps, first + last)
+    growing = max(capacity - past, 0)  # steps that read one token more than the step before
+    return growing * past + growing * (growing + 1) // 2 + (steps - growing) * capacity

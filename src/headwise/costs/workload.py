@@ -17,8 +17,7 @@ from ..models.model_spec import WEIGHT_FORMATS, LayerRun, ModelSpec, StackSpec
 from ..util.errors import SpecError, suggest
 from .components import AttentionComponent, ModelComponent, SpecOrModel
 from .counted_model import CountedModel
-from .forward_call import ForwardCall
-from .roofline import Device
+from .roofline import Device, ForwardCall
 from .weight_storage import (
     DTYPE_BYTES,
     STORED,

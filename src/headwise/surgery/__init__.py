@@ -3,11 +3,9 @@
 Pruning: `head_selection` chooses the heads to keep, by importance, redundancy or budget; `l0_gates`
 learns the choice with a gate per head; `pruning_plan` records it; `pruning` removes the other
 heads. `module_surgery` removes heads of any nn.Module, and shares its keys and values:
-`head_entries` finds the entries of parameters that belong to heads by gradients,
-`declared_projections` those of declared projections, `resized_attention` makes the changed copy,
-`model_outputs` compares it, and `split_multihead` is a changed torch MultiheadAttention with a
-projection of its own for each of q, k and v. `any_model` has `hw.prune` and `hw.convert`, which
-choose between specs and modules. Conversion: `conversion` turns MHA into GQA,
+`head_entries` finds the entries of parameters that belong to heads, by gradients or declared
+projections, and `resized_attention` makes the changed copy. `any_model` has `hw.prune` and
+`hw.convert`, which choose between specs and modules. Conversion: `conversion` turns MHA into GQA,
 MQA, MLA and others. `head_grouping` groups key-value heads that are similar over data, and
 `head_alignment` aligns them before they are averaged. Retraining: `distillation` trains the changed
 model on batches of texts. Model editing: `attention_replacement` builds the new model, and removes

@@ -27,15 +27,17 @@ from ..observe.inspect.model_inputs import ModelInputs, prepare_inputs
 from ..observe.inspect.site import Site
 from ..util.errors import SpecError, pluralise
 from .conversion import AttentionConversion, Pool, ToMHA, read_conversion, select_sites
-from .declared_projections import declared_rows, find_projections, list_projections
 from .head_entries import (
     KeyValueRows,
+    declared_rows,
     explain_partial_cut,
     find_changed_path,
     find_joined_side,
     find_key_value_rows,
+    find_projections,
     find_used_entries,
     list_head_tensors,
+    list_projections,
     map_kept_entries,
     record_heads,
     require_gradients,
@@ -49,7 +51,6 @@ from .hf_export.module_folder import (
     write_module_folder,
 )
 from .model_and_texts import OriginalModel, SurgeryResult
-from .model_outputs import ResultCheck, run_and_record
 from .pruning_plan import HeadId, PruningPlan
 from .resized_attention import (
     HeadCounts,
@@ -60,6 +61,7 @@ from .resized_attention import (
     share_entries,
     split_multiheads,
 )
+from .verification.model_comparison import ResultCheck, run_and_record
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..attention.attention import Attention
 from ..attention.interfaces.core_types import AuxLosses, Probe
 from ..costs.components import list_components
-from ..costs.forward_call import ForwardCall
+from ..costs.roofline import ForwardCall
 from ..kernels.devices import synchronize
 from ..models import Transformer
 from ..models.distributed.sharded_model import ShardedModel

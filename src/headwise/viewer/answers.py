@@ -343,8 +343,8 @@ def answer_written(view: OpenModel, query: Query) -> bytes:
     number = query.integer("query", 0, query.recorded.num_queries - 1)
     net = view.get_model()
     # After the model, which imports torch in one thread.
-    from ..observe.head_analysis.logit_attribution import attribute_all_logits
-    from ..observe.inspect.text_reading import find_token_decoder
+    from ..observe.head_analysis.attention_maps import attribute_all_logits
+    from ..observe.inspect.model_tokenizer import find_token_decoder
 
     try:
         native = get_native_copy(net)

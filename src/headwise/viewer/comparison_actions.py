@@ -130,7 +130,7 @@ def _trace_same_text(model: OpenModel, other: nn.Module) -> Trace:
     """Trace another model on the open text, with its own tokenizer, or on the open token ids if the
     text was generated.
     """
-    from ..observe.inspect.text_reading import get_tokenizer_documents
+    from ..observe.inspect.model_tokenizer import get_tokenizer_documents
 
     first = model.get_recorded()
     streams = {name: rows[0] for name, rows in first.streams.items() if rows}

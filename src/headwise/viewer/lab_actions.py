@@ -289,7 +289,7 @@ def compare_outputs(model: OpenModel, before: Outputs, after: Outputs) -> dict[s
     """Compute loss and change, in total and by position, and the likeliest next tokens before and
     after.
     """
-    from ..observe.inspect.text_reading import find_token_decoder
+    from ..observe.inspect.model_tokenizer import find_token_decoder
 
     changes = position_changes(before, after)
     pair = {"before": before, "after": after}
@@ -549,7 +549,7 @@ def _generate(
     import torch
 
     from ..observe.inspect.hooks import run_observed
-    from ..observe.inspect.text_reading import find_token_decoder
+    from ..observe.inspect.model_tokenizer import find_token_decoder
 
     hooks = runs.make_hooks(patches)
     output = run_observed(runs.net, inputs, runs.modules, hooks, COMPARED_TOKENS)

@@ -18,7 +18,7 @@ from headwise.costs import part_checks
 from headwise.costs.components import AttentionComponent
 from headwise.costs.cost_estimate import estimate_cost
 from headwise.costs.flops import patterns_of_kv_heads
-from headwise.costs.forward_call import ExecutionTarget, ForwardCall
+from headwise.costs.roofline import ExecutionTarget, ForwardCall
 from headwise.surgery.head_grouping import permute_heads
 from support import layer_cases as cases
 from support.layer_cases import base, check_close

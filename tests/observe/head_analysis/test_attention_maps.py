@@ -15,9 +15,9 @@ import headwise as hw
 from headwise.observe.head_analysis.attention_maps import (
     AttentionMaps,
     LayerAttention,
+    attribute_logit,
     compute_attention_maps,
 )
-from headwise.observe.head_analysis.logit_attribution import attribute_logit
 from headwise.util.errors import SpecError
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])

@@ -18,7 +18,7 @@ redundant.
 - Weights: `head_circuits` has QK and OV circuits, and untrained models to compare with;
   `rank_analysis` measures spectra and rank collapse.
 - One text: `attention_maps` has weights, norm-weighted attention, rollout and aggregates over heads
-  and layers; `logit_attribution` what each head adds to a logit.
+  and layers, and what each head adds to a logit.
 - Numbers: `model_steps` has every step of one head for one query, from the residual stream to the
   residual stream.
 - Statistics: `resampling` has intervals, t tests and permutation tests.

@@ -34,7 +34,7 @@ from ..inspect.model_inputs import (
     prepare_inputs,
     split_rows,
 )
-from ..inspect.text_reading import PAD_ID, decode_rows, find_token_decoder
+from ..inspect.model_tokenizer import PAD_ID, decode_rows, find_token_decoder
 from ..traces import TokenRow
 
 # key of an example's inputs that holds the expected outputs and is not passed to the model

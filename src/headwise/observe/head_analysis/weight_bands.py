@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from ...kernels.devices import exact_device
 from ..inspect.hooks import AttentionHook, SiteModule, run_observed
+from ..inspect.model_tokenizer import PAD_ID
 from ..inspect.site import AttentionInputs, ObservedCall, WeightsOnlyCall
-from ..inspect.text_reading import PAD_ID
 from ..traces import TokenRow, Trace
 from .annotated_examples import (
     Example,

@@ -15,5 +15,5 @@ In reading order:
 - `trace_capture`: record a run as a trace (`headwise.observe.traces`).
 - `model_inputs`: turn texts, tensors or dictionaries into the inputs of any model, and run it on
   them.
-  `text_reading` encodes texts as a model does; `model_tokenizer` finds its tokenizer.
+  `model_tokenizer` finds the tokenizer of a model, and encodes texts as the model does.
 """

@@ -20,9 +20,8 @@ from ...models import Transformer
 from ...models.generation import get_decoder_start_ids, max_positions
 from ...util.errors import SequenceTooLong
 from ..traces import TokenRow
-from .model_tokenizer import use_tokenizer
+from .model_tokenizer import PAD_ID, TokenDecoder, make_reader, pad_row, use_tokenizer
 from .site import Site
-from .text_reading import PAD_ID, TokenDecoder, make_reader, pad_row
 
 IDS = "input_ids"  # the name that tokenizers give to the ids
 DECODER_IDS = "decoder_input_ids"

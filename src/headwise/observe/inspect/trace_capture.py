@@ -23,9 +23,8 @@ from ..traces.attention_record import Array
 from .attention_sites import find_attention, find_attention_in_run, require_ability
 from .hooks import AttentionHook, SiteModule, run_observed
 from .model_inputs import ModelInputs, get_streams, prepare_inputs
-from .model_tokenizer import use_tokenizer
+from .model_tokenizer import decode_rows, use_tokenizer
 from .site import AttentionInputs, ObservedCall, Site, Sites
-from .text_reading import decode_rows
 
 PRECISIONS = ("own", "half")
 EXTRA_TENSORS = ("v", "z")

@@ -50,10 +50,10 @@ from ...util.errors import SpecError, pluralise
 from ...util.files import sha256, sync_folder
 from ...util.output_paths import Existing, FolderKind, stage_folder
 from ..attention_replacement import get_attention_parameters, replace_specs
-from ..model_outputs import largest_difference
 from ..verification.model_comparison import (
     OUTPUT_TOLERANCE,
     cast_model,
+    largest_difference,
     parameter_dtype,
     random_input,
 )

@@ -27,8 +27,8 @@ from ...observe.inspect.adapters.declarations import OwnConfig
 from ...observe.inspect.model_inputs import ModelInputs
 from ...observe.inspect.site import Site
 from ...util.errors import SpecError
-from ..model_outputs import TOLERANCE, largest_difference, run_and_record
 from ..resized_attention import HeadCounts
+from ..verification.model_comparison import TOLERANCE, largest_difference, run_and_record
 from .model_folder import (
     PLAIN_SENTENCE,
     OutputFolder,

@@ -42,7 +42,12 @@ from .efficiency import (
     compare_cost,
     compare_speed,
 )
-from .evaluation_tasks import EvaluationTasks, compare_on_tasks
+from .evaluation_tasks import (
+    EvaluationTasks,
+    PerplexityOptions,
+    compare_on_tasks,
+    compare_perplexity,
+)
 from .model_comparison import (
     DOUBLE_TOLERANCE,
     OUTPUT_TOLERANCE,
@@ -58,7 +63,6 @@ from .model_comparison import (
     get_model_name,
     parameter_dtype,
 )
-from .perplexity import PerplexityOptions, compare_perplexity
 from .quality_metrics import (
     DEFAULT_NUM_EXAMPLES,
     MAX_EQUAL_CHANGE,
