@@ -20,7 +20,7 @@ from headwise.studies.seed_statistics import (
     score_variants,
 )
 from headwise.studies.study_file import Readout, parse_study
-from headwise.studies.study_report import list_claims
+from headwise.studies.study_report import StudyReport
 from headwise.studies.study_runner import CellResult, StudyResults, choose_rates
 
 TABLE: dict[str, Any] = {
@@ -69,7 +69,7 @@ def test_seeds_without_spread_decide_nothing_and_are_named():
         linear.corrected_p == linear.difference.p
     )  # the comparison without spread is not one of the tests
     assert not scores_of(results)["gqa", "recall"].is_best
-    claims = list_claims(results, scores_of(results), compared)
+    claims = StudyReport(results, scores_of(results), compared, {}, {}).claims
     assert "recall: gqa minus mha: +0.25 [no spread], p -, not significant." in claims
     task = results.study.tasks["recall"]
     figures = list(draw_differences(results, task, compared))

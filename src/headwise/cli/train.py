@@ -106,8 +106,8 @@ class TrainOptions(DeviceOptions):
                 fact = f"there is no file or folder {self.data!r} for --data"
                 raise UsageError(f"{fact}; give one that exists")
         elif self.what is None:
-            known = ", ".join(_list_tasks())
-            raise UsageError(f"give something to train on: {known}, or a file or folder")
+            listed = ", ".join(_list_tasks())
+            raise UsageError(f"give something to train on: {listed}, or a file or folder")
         elif self.what not in _list_tasks() and not _may_be_data(self.what):
             remedy = suggest(self.what, _list_tasks())
             raise UsageError(f"there is no task, file or folder {self.what!r}; {remedy}")

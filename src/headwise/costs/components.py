@@ -52,7 +52,6 @@ from .roofline import (
     ExecutionFormats,
     ExecutionTarget,
     ForwardCall,
-    LayerOperation,
     RooflineOperation,
     cached_tokens_read,
     merge_operations,
@@ -242,7 +241,9 @@ class AttentionComponent:
                     weights.append(WeightSpec(full_name, param.layout, spec.sizes_of(part)))
         return weights
 
-    def operations(self, call: ForwardCall, formats: ExecutionFormats) -> Iterator[LayerOperation]:
+    def operations(
+        self, call: ForwardCall, formats: ExecutionFormats
+    ) -> Iterator[RooflineOperation]:
         """Yield the projections and the core of one layer."""
         work = self.work(call)
         spec = self.spec
@@ -259,12 +260,12 @@ class AttentionComponent:
         numbers += work.batch * work.new_tokens * (spec.source or 0)
         moved = formats.storage.total_bytes(weights) + number_bytes * numbers
         dtype = formats.product_dtype(weights)
-        yield LayerOperation(f"{self.role} projections", projection_flops, moved, dtype)
+        yield formats.operation(f"{self.role} projections", projection_flops, moved, dtype)
         numbers_per_query = spec.num_core_heads * spec.core.dim
         numbers_per_query += len(spec.score_head_of_row) * spec.core.vdim
         moved = self._cached_bytes_read(call, number_bytes)
         moved += number_bytes * work.queries * numbers_per_query
-        yield LayerOperation(f"{self.role} core", core_flops, work.batch * moved, formats.dtype)
+        yield formats.operation(f"{self.role} core", core_flops, work.batch * moved, formats.dtype)
 
     def _cached_bytes_read(self, call: ForwardCall, number_bytes: int) -> int:
         """Count bytes of keys and values that one row reads, each token once; a recurrent state is
@@ -381,7 +382,9 @@ class LinearComponent:
         """FLOPs executed in the backward pass on any target."""
         return self.num_grad_factors * self.executed_flops(call, on)
 
-    def operations(self, call: ForwardCall, formats: ExecutionFormats) -> Iterator[LayerOperation]:
+    def operations(
+        self, call: ForwardCall, formats: ExecutionFormats
+    ) -> Iterator[RooflineOperation]:
         """Yield the operation of one layer: each matrix reads its input and writes its output."""
         numbers_per_token = sum(map(_input_output_sizes, self.matrices)) + 2 * self.rows_looked_up
         numbers = call.batch * self._num_tokens(call) * numbers_per_token
@@ -389,7 +392,7 @@ class LinearComponent:
         moved += dtype_bytes(formats.dtype) * numbers
         label = OPERATION_LABELS.get(self.role, self.role)
         flops = sum(product.flops for product in self.required_products(call))
-        yield LayerOperation(label, flops, moved, formats.product_dtype(self.weights))
+        yield formats.operation(label, flops, moved, formats.product_dtype(self.weights))
 
     def _weight_bytes_read(self, call: ForwardCall, storage: WeightStorage) -> int:
         """Count bytes of the weights that are read; of experts, the expected number of different
@@ -554,14 +557,8 @@ def list_operations(
     """
     by_name: dict[str, list[RooflineOperation]] = {}
     for component in components:
-        for name, flops, moved, dtype in component.operations(call, formats):
-            if flops or moved:
-                operation = RooflineOperation(
-                    name,
-                    component.times * flops,
-                    component.times * moved,
-                    component.times * formats.device.min_seconds(flops, moved, dtype),
-                    formats.device.limiting_resource(flops, moved, dtype),
-                )
-                by_name.setdefault(name, []).append(operation)
+        for operation in component.operations(call, formats):
+            if operation.flops or operation.moved:
+                repeated = operation.repeated(component.times)
+                by_name.setdefault(operation.name, []).append(repeated)
     return tuple(merge_operations(name, operations) for name, operations in by_name.items())

@@ -18,7 +18,7 @@ from .roofline import (
     ExecutionFormats,
     ExecutionTarget,
     ForwardCall,
-    LayerOperation,
+    RooflineOperation,
     cached_tokens_read,
 )
 from .weight_storage import WeightStorage, dtype_bytes
@@ -137,7 +137,9 @@ class CountedProducts:
         """FLOPs executed in the backward pass."""
         return self.num_grad_factors * self._flops(call)
 
-    def operations(self, call: ForwardCall, formats: ExecutionFormats) -> Iterator[LayerOperation]:
+    def operations(
+        self, call: ForwardCall, formats: ExecutionFormats
+    ) -> Iterator[RooflineOperation]:
         """Yield the operation, which reads its active weights, its inputs and its outputs."""
         flops = self._flops(call)
         matrices = [weight for weight in self.weights if len(weight.shape) > 1]
@@ -150,7 +152,7 @@ class CountedProducts:
         moved = read * formats.storage.total_bytes(self.weights)
         widths = sum(weight.shape[-1] + weight.shape[-2] for weight in matrices)
         moved += float(tokens) * widths * dtype_bytes(formats.dtype)
-        yield LayerOperation(self.role, flops, round(moved), formats.product_dtype(self.weights))
+        yield formats.operation(self.role, flops, round(moved), formats.product_dtype(self.weights))
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,9 @@ class CountedCore:
         scores, values = (product.flops for product in self.counted_products(call))
         return 3 * scores + 2 * values
 
-    def operations(self, call: ForwardCall, formats: ExecutionFormats) -> Iterator[LayerOperation]:
+    def operations(
+        self, call: ForwardCall, formats: ExecutionFormats
+    ) -> Iterator[RooflineOperation]:
         """Yield the operation, which reads keys, values and states, and writes head outputs."""
         number_bytes = dtype_bytes(formats.dtype)
         flops = sum(product.flops for product in self.required_products(call))
@@ -252,7 +256,7 @@ class CountedCore:
         if call.mode == "steps":
             moved += 2 * call.tokens * self.state_bytes(number_bytes)
         if moved:
-            yield LayerOperation(f"{self.role} core", flops, call.batch * moved, formats.dtype)
+            yield formats.operation(f"{self.role} core", flops, call.batch * moved, formats.dtype)
 
     @property
     def num_slots(self) -> int | None:

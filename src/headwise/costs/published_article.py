@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -83,6 +84,7 @@ def flops_per_trained_token(model: ModelSpec, length: int) -> float:
 
 def list_gpt3_rows() -> Iterator[ArticleRow]:
     """Yield the rows of GPT-3: 96 layers of width 12,288 with 96 heads."""
+    row = partial(ArticleRow, "GPT-3")
     model = read_model_spec("gpt3")
     length = 2048
     layers = 96
@@ -94,8 +96,7 @@ def list_gpt3_rows() -> Iterator[ArticleRow]:
     forward = layers * (24 * length * width**2 + 4 * length**2 * width)
     forward += 2 * length * width * vocabulary
     run = GPT3_RUN
-    yield ArticleRow(
-        "GPT-3",
+    yield row(
         "parameters",
         "12 l h^2",
         products,
@@ -103,8 +104,7 @@ def list_gpt3_rows() -> Iterator[ArticleRow]:
         f"the article leaves out {parameters - products:,}: biases and norms l 13 h + 2 h, and "
         "tables of tokens and positions",
     )
-    yield ArticleRow(
-        "GPT-3",
+    yield row(
         "FLOPs, forward pass of 2,048 tokens",
         "l (24 b s h^2 + 4 b s^2 h) + 2 b s h V",
         forward,
@@ -113,8 +113,7 @@ def list_gpt3_rows() -> Iterator[ArticleRow]:
         f"attention requires {cost.required_flops['prefill']:,}, because half of the pairs are not "
         "allowed",
     )
-    yield ArticleRow(
-        "GPT-3",
+    yield row(
         "FLOPs, training on 300 G tokens",
         "6 x tokens x parameters",
         6 * run.tokens * run.parameters,
@@ -122,8 +121,7 @@ def list_gpt3_rows() -> Iterator[ArticleRow]:
         "the article counts parameters of tables, which are looked up, and leaves out scores, s h "
         "per layer and token",
     )
-    yield ArticleRow(
-        "GPT-3",
+    yield row(
         "days, training on 1,024 A100",
         "8 x tokens x parameters / (GPUs x peak x 0.45)",
         run.days(8 * run.parameters),
@@ -136,6 +134,7 @@ def list_gpt3_rows() -> Iterator[ArticleRow]:
 
 def _gpt3_memory_rows(model: ModelSpec, cost: CostEstimate) -> Iterator[ArticleRow]:
     """Yield the rows of GPT-3 about bytes."""
+    row = partial(ArticleRow, "GPT-3")
     layers = 96
     heads = 96
     width = 12_288
@@ -146,8 +145,7 @@ def _gpt3_memory_rows(model: ModelSpec, cost: CostEstimate) -> Iterator[ArticleR
         name: OptimiserMemory.from_name(name).bytes_per_parameter
         for name in ("zhihu-624740065", "zero")
     }
-    yield ArticleRow(
-        "GPT-3",
+    yield row(
         "bytes, training state",
         "20 x parameters",
         state["zhihu-624740065"] * run.parameters,
@@ -155,16 +153,14 @@ def _gpt3_memory_rows(model: ModelSpec, cost: CostEstimate) -> Iterator[ArticleR
         "the article keeps gradients in 16 and in 32 bits; headwise counts ZeRO's 16 bytes per "
         "parameter",
     )
-    yield ArticleRow(
-        "GPT-3",
+    yield row(
         "bytes, weights for inference",
         "2 x parameters",
         2 * run.parameters,
         cost.weights_bytes,
         "the article rounds the parameters to 175 G",
     )
-    yield ArticleRow(
-        "GPT-3",
+    yield row(
         "bytes, activations of 2,048 tokens",
         "l (34 b s h + 5 b s^2 a)",
         layers * (34 * length * width + 5 * length**2 * heads),
@@ -173,8 +169,7 @@ def _gpt3_memory_rows(model: ModelSpec, cost: CostEstimate) -> Iterator[ArticleR
     )
     batch = 64
     served = estimate_cost(model, Workload(batch, 512, generate=32))
-    yield ArticleRow(
-        "GPT-3",
+    yield row(
         "bytes, KV cache of 64 rows of 512 + 32",
         "4 b l h (s + n)",
         4 * batch * layers * width * (512 + 32),
@@ -185,6 +180,7 @@ def _gpt3_memory_rows(model: ModelSpec, cost: CostEstimate) -> Iterator[ArticleR
 
 def list_llama_rows() -> Iterator[ArticleRow]:
     """Yield the rows of LLaMA-65B: 80 layers of width 8,192."""
+    row = partial(ArticleRow, "LLaMA-65B")
     model = read_model_spec("llama-65b")
     layers = 80
     width = 8192
@@ -194,8 +190,7 @@ def list_llama_rows() -> Iterator[ArticleRow]:
     run = LLAMA_RUN
     dense = run._replace(peak_flops=Device.from_name("a100").flops["bf16"])
     measured_days = run.tokens / 380 / run.gpus / SECONDS_PER_DAY
-    yield ArticleRow(
-        "LLaMA-65B",
+    yield row(
         "parameters",
         "12 l h^2",
         12 * layers * width**2,
@@ -203,8 +198,7 @@ def list_llama_rows() -> Iterator[ArticleRow]:
         f"the three matrices of h x 22,016 in each layer have {feed:,} more than 8 l h^2 together; "
         f"embedding and head have {tables:,}, and norms l 2 h + h",
     )
-    yield ArticleRow(
-        "LLaMA-65B",
+    yield row(
         "days, training on 2,048 A100",
         "8 x tokens x parameters / (GPUs x peak x 0.3)",
         run.days(8 * run.parameters),

@@ -207,6 +207,11 @@ class RooflineOperation:
         """Arithmetic intensity in FLOPs per byte."""
         return self.flops / self.moved if self.moved else 0.0
 
+    def repeated(self, times: int) -> RooflineOperation:
+        """Return the operation of `times` equal layers."""
+        costs = (times * self.flops, times * self.moved, times * self.seconds)
+        return RooflineOperation(self.name, *costs, self.bound)
+
 
 def merge_operations(name: str, operations: Iterable[RooflineOperation]) -> RooflineOperation:
     """Sum operations that run one after another; the sum is bound by the resource that limits most
@@ -316,6 +321,12 @@ class ExecutionFormats(NamedTuple):
     dtype: str
     storage: WeightStorage
 
+    def operation(self, name: str, flops: int, moved: int, dtype: str) -> RooflineOperation:
+        """Return an operation of one layer, with products in the format `dtype`."""
+        seconds = self.device.min_seconds(flops, moved, dtype)
+        bound = self.device.limiting_resource(flops, moved, dtype)
+        return RooflineOperation(name, flops, moved, seconds, bound)
+
     def product_dtype(self, weights: Iterable[WeightSpec]) -> str:
         """Format of products with these weights: fp8 if a matrix has it and the device multiplies
         it. Matrices in other formats are converted first.
@@ -324,15 +335,6 @@ class ExecutionFormats(NamedTuple):
         if quantization is None or quantization.format.name != FP8 or FP8 not in self.device.flops:
             return self.dtype
         return FP8 if any(map(quantization.covers, weights)) else self.dtype
-
-
-class LayerOperation(NamedTuple):
-    """One operation of one layer: FLOPs, bytes moved, and the format of its products."""
-
-    name: str
-    flops: int
-    bytes_moved: int
-    dtype: str
 
 
 def cached_tokens_read(pattern: Pattern, past: int, steps: int) -> int:

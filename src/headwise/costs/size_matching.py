@@ -6,8 +6,9 @@ bytes are nearest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -264,14 +265,37 @@ def match_size(
     sizes = list_sizes(spec)
     if free is not None and free not in sizes:
         raise SpecError(f"the spec has no size {free!r} to change; {suggest(free, sizes)}")
-    goal = _MatchGoal(spec, by, MATCH_QUANTITIES[by][0](like, workload), workload)
-    goal.count(spec)  # raises an error if the quantity does not apply to the spec at any size
-    names = list(sizes) if free is None else [free]
-    for name in names:
-        match = goal.match(name)
-        if match:
-            return match
-    raise SpecError(goal.no_match_reason(names))
+    count, label = MATCH_QUANTITIES[by]
+    target = count(like, workload)
+    count(spec, workload)  # raises an error if the quantity does not apply to the spec at any size
+    nearest: dict[str, tuple[int, int]] = {}
+    for name in sizes if free is None else [free]:
+        # Valid sizes may be multiples of a divisor of the size, or divisors of the number of heads:
+        # the gap covers both.
+        gap = max(sizes[name], spec.heads.q, 16)
+        search = SizeSearch(partial(_count_with_size, spec, by, workload, name), sizes[name], gap)
+        chosen, reached = nearest[name] = search.nearest(target)
+        if search.is_bracketed(target):
+            matched = with_size(spec, name, chosen)
+            return SizeMatch(matched, by, name, sizes[name], chosen, target, reached)
+    name = min(nearest, key=lambda name: abs(nearest[name][1] - target))
+    size, reached = nearest[name]
+    subject = f"no {name} gives" if len(nearest) == 1 else "no single size reaches"
+    remedy = "free another size, or change the other spec"
+    fact = f"{subject} {target:,} {label}; nearest is {reached:,} with {name}={size}"
+    raise SpecError(f"{fact}; {remedy}")
+
+
+def _count_with_size(
+    spec: AttentionSpec, by: str, workload: Workload, free: str, size: int
+) -> int | None:
+    """Return the count with this size, or None if the size is not valid."""
+    if size < 1 or (free in ("q", "kv") and size > MOST_HEADS):
+        return None
+    try:
+        return MATCH_QUANTITIES[by][0](with_size(spec, free, size), workload)
+    except SpecError:
+        return None
 
 
 def list_sizes(spec: AttentionSpec) -> dict[str, int]:
@@ -367,54 +391,3 @@ RESIZERS: dict[str, Callable[[AttentionSpec, int], dict[str, Any]]] = {
     "q": _resize_q_heads,
     "model": _resize_model,
 }
-
-
-@dataclass(frozen=True)
-class _MatchGoal:
-    """The quantity that a spec is to reach by changing one of its sizes."""
-
-    spec: AttentionSpec
-    by: str
-    target: int
-    workload: Workload
-
-    def count(self, spec: AttentionSpec) -> int:
-        return MATCH_QUANTITIES[self.by][0](spec, self.workload)
-
-    def match(self, free: str) -> SizeMatch | None:
-        """Return the nearest match, or None if the target is outside the range that the size can
-        reach.
-        """
-        search = self._search(free)
-        chosen, reached = search.nearest(self.target)
-        if not search.is_bracketed(self.target):
-            return None
-        spec = with_size(self.spec, free, chosen)
-        return SizeMatch(spec, self.by, free, search.start, chosen, self.target, reached)
-
-    def no_match_reason(self, names: Iterable[str]) -> str:
-        """Return a message with the nearest count that one of these sizes reaches."""
-        goal = f"{self.target:,} {MATCH_QUANTITIES[self.by][1]}"
-        nearest = {name: self._search(name).nearest(self.target) for name in names}
-        name = min(nearest, key=lambda name: abs(nearest[name][1] - self.target))
-        size, count = nearest[name]
-        subject = f"no {name} gives" if len(nearest) == 1 else "no single size reaches"
-        remedy = "free another size, or change the other spec"
-        return f"{subject} {goal}; nearest is {count:,} with {name}={size}; {remedy}"
-
-    def _search(self, free: str) -> SizeSearch:
-        start = list_sizes(self.spec)[free]
-        # Valid sizes may be multiples of a divisor of `start`, or divisors of the number of heads:
-        # the gap covers both.
-        return SizeSearch(
-            lambda size: self._count_with_size(free, size), start, max(start, self.spec.heads.q, 16)
-        )
-
-    def _count_with_size(self, free: str, size: int) -> int | None:
-        """Return the count with this size, or None if the size is not valid."""
-        if size < 1 or (free in ("q", "kv") and size > MOST_HEADS):
-            return None
-        try:
-            return self.count(with_size(self.spec, free, size))
-        except SpecError:
-            return None

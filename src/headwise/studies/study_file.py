@@ -220,22 +220,6 @@ RECIPE_KEYS = {one.name for one in fields(Recipe)} - {*CELL_EXECUTION, "device",
 MODEL_KEYS = [one.name for one in fields(ModelShape)]
 VARIANT_KEYS = ("preset", "spec", "options", "model", "recipe", "lr")
 TASK_KEYS = ("task", "metric", "threshold", "model", "recipe", "tests", "options")
-STUDY_KEYS = (
-    "hypothesis",
-    "baseline",
-    "match",
-    "tolerance",
-    "seeds",
-    "tuning_seed",
-    "model",
-    "recipe",
-    "variants",
-    "tasks",
-    "scales",
-    "head_texts",
-    "edits",
-    "contrasts",
-)
 
 
 @dataclass(frozen=True)
@@ -301,6 +285,11 @@ class Study:
     scale: str = "small"
     folder: Path = Path()
     device: str = "cpu"
+
+
+# Fields of a study that its file does not have: its name, and what the command chooses.
+CHOSEN_FIELDS = {"name", "rates", "scale", "folder", "device"}
+STUDY_KEYS = {one.name for one in fields(Study)} - CHOSEN_FIELDS | {"scales"}
 
 
 def read_study(

@@ -84,8 +84,29 @@ class StudyReport:
 
     @property
     def claims(self) -> list[str]:
-        """List sentences that the tests support."""
-        return list_claims(self.results, self.scores, self.comparisons)
+        """List the sentences that the tests support: one for each comparison, and one for the
+        baseline of each task.
+        """
+        study = self.results.study
+        if len(study.seeds) < MIN_SEEDS_TO_CLAIM:
+            seeds = pluralise(len(study.seeds), "seed")
+            return [f"With {seeds} no difference is claimed; give at least {MIN_SEEDS_TO_CLAIM}."]
+        claims: list[str] = []
+        for task in study.tasks.values():
+            baseline = self.scores[study.baseline, task.name]
+            claims.append(
+                f"{task.name}: {study.baseline} reaches {task.metric} "
+                f"{format_number(baseline.mean.value)} (mean of {len(baseline.values)} seeds)."
+            )
+            for (name, of_task), one in self.comparisons.items():
+                if of_task == task.name:
+                    label = f"{name} minus {study.baseline}" if name in study.variants else name
+                    verdict = "significant" if one.is_significant else "not significant"
+                    claims.append(
+                        f"{task.name}: {label}: {format_difference(one.difference)}, p "
+                        f"{format_p(one.corrected_p)}, {verdict}."
+                    )
+        return claims
 
     @property
     def failures(self) -> list[str]:
@@ -332,34 +353,6 @@ def _mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Average a value over the records that have it."""
     values = [record[name] for record in records if record.get(name) is not None]
     return sum(values) / len(values) if values else None
-
-
-def list_claims(
-    results: StudyResults,
-    scores: Mapping[PairKey, VariantScore],
-    comparisons: Mapping[PairKey, Comparison],
-) -> list[str]:
-    """List one line for each comparison, and one for the baseline of each task."""
-    study = results.study
-    if len(study.seeds) < MIN_SEEDS_TO_CLAIM:
-        seeds = pluralise(len(study.seeds), "seed")
-        return [f"With {seeds} no difference is claimed; give at least {MIN_SEEDS_TO_CLAIM}."]
-    claims: list[str] = []
-    for task in study.tasks.values():
-        baseline = scores[study.baseline, task.name]
-        claims.append(
-            f"{task.name}: {study.baseline} reaches {task.metric} "
-            f"{format_number(baseline.mean.value)} (mean of {len(baseline.values)} seeds)."
-        )
-        for (name, of_task), one in comparisons.items():
-            if of_task == task.name:
-                label = f"{name} minus {study.baseline}" if name in study.variants else name
-                verdict = "significant" if one.is_significant else "not significant"
-                claims.append(
-                    f"{task.name}: {label}: {format_difference(one.difference)}, p "
-                    f"{format_p(one.corrected_p)}, {verdict}."
-                )
-    return claims
 
 
 # --- Files ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,11 @@ from .head_entries import (
     with_biases,
 )
 from .head_grouping import HeadGroups, group_adjacent_heads
-from .hf_export.model_folder import OutputFolder, WrittenFolder
+from .hf_export.model_folder import OutputFolder, WrittenFolder, write_changed_folder
 from .hf_export.module_folder import (
+    fill_module_folder,
     find_config,
     with_plain_parameters,
-    write_module_folder,
 )
 from .model_and_texts import OriginalModel, SurgeryResult
 from .pruning_plan import HeadId, PruningPlan
@@ -147,10 +148,14 @@ class ModuleChange(SurgeryResult):
     def write_folder(
         self, after: Any, target: OutputFolder, record: Mapping[str, Any]
     ) -> WrittenFolder:
-        tokenizer = self.original.tokenizer
-        return write_module_folder(
-            self.before, after, tokenizer, self.counts, self.inputs, target, record
-        )
+        if getattr(after, "save_pretrained", None) is None:
+            raise SpecError(
+                f"{type(after).__name__} has no save_pretrained and config of transformers; "
+                "save its state_dict, and apply the change again to load it"
+            )
+        models = (self.before, after, self.original.tokenizer)
+        write = partial(fill_module_folder, *models, self.counts, self.inputs)
+        return write_changed_folder(target, record, write)
 
 
 # --- Verbs ----------------------------------------------------------------------------------------

@@ -102,12 +102,8 @@ def _normalise(model: nn.Module, pixels: np.ndarray) -> np.ndarray:
     return (pixels - np.asarray(mean)) / np.asarray(statistics["std"])
 
 
-class ImageExamples(NamedTuple):
-    """Hold examples of images, the sites with patches as tokens, and notes on the others."""
-
-    examples: list[Example]
-    sites: tuple[str, ...]
-    notes: tuple[str, ...]
+# examples of images, the sites with patches as tokens, and notes on the others
+ImageExamples = tuple[list[Example], tuple[str, ...], tuple[str, ...]]
 
 
 def examples_from_images(
@@ -177,7 +173,7 @@ def examples_from_pixels(model: nn.Module, pixels: Tensor) -> ImageExamples:
     skipped = ", ".join(site for site in counts if site not in sites)
     note = f"not measured, because their tokens are not the patches of the image: {skipped}"
     examples = [Example(one, {"text": tokens, "image": tokens}) for one in inputs]
-    return ImageExamples(examples, sites, (note,) if skipped else ())
+    return examples, sites, (note,) if skipped else ()
 
 
 def _check_image_size(layout: PatchLayout, shape: Sequence[int]) -> None:

@@ -246,7 +246,24 @@ class AttentionRecord:
         weights = np.zeros((queries[1] - queries[0], self.num_keys), np.float32)
         for call, rows, start, stop in self._calls_of(queries):
             self.key_indices(call)
-            call_weights = self._call_weights(call, head, row, start, stop, grids)
+            if call.weights is not None:
+                recorded = self.arrays[f"weights.{call.weights}"]
+                weights[rows, self._key_positions(call)] = recorded[row, head, start:stop]
+                continue
+            num_keys = call.keys[1] - call.keys[0]
+            # later keys are masked for all of these queries
+            reach = min(stop, num_keys) if call.causal else num_keys
+            k = self.keys_of(call, head, row, count=reach)
+            scores = self.queries_of(call, head, row, start, stop) @ k.T
+            scores *= np.float32(call.scale)
+            if call.cap is not None:
+                scores = np.float32(call.cap) * np.tanh(scores / np.float32(call.cap))
+            for number in call.grids:
+                scores += grids[number].unpack_rows(row, head, start, stop)[:, :reach]
+            if call.causal:
+                np.copyto(scores, -np.inf, where=np.arange(reach) > np.arange(start, stop)[:, None])
+            call_weights = np.zeros((len(scores), num_keys), np.float32)
+            call_weights[:, :reach] = softmax_with_sink(scores, self.sink(head))
             weights[rows, self._key_positions(call)] = call_weights
         return weights
 
@@ -306,33 +323,6 @@ class AttentionRecord:
             return self.arrays[f"places.{call.places}"]
         first = call.first or 0
         return slice(first, first + call.keys[1] - call.keys[0])
-
-    def _call_weights(
-        self,
-        call: AttentionCallRecord,
-        head: int,
-        row: int,
-        start: int,
-        stop: int,
-        grids: tuple[PackedMask, ...],
-    ) -> Array:
-        if call.weights is not None:
-            return self.arrays[f"weights.{call.weights}"][row, head, start:stop].astype(np.float32)
-        num_keys = call.keys[1] - call.keys[0]
-        # later keys are masked for all of these queries
-        reach = min(stop, num_keys) if call.causal else num_keys
-        k = self.keys_of(call, head, row, count=reach)
-        scores = self.queries_of(call, head, row, start, stop) @ k.T
-        scores *= np.float32(call.scale)
-        if call.cap is not None:
-            scores = np.float32(call.cap) * np.tanh(scores / np.float32(call.cap))
-        for number in call.grids:
-            scores += grids[number].unpack_rows(row, head, start, stop)[:, :reach]
-        if call.causal:
-            np.copyto(scores, -np.inf, where=np.arange(reach) > np.arange(start, stop)[:, None])
-        weights = np.zeros((len(scores), num_keys), np.float32)
-        weights[:, :reach] = softmax_with_sink(scores, self.sink(head))
-        return weights
 
     def sink(self, head: int) -> float | None:
         """Return the sink score of a head, or None."""

@@ -221,9 +221,6 @@ def _trace_from_record(record: Record, arrays: Mapping[str, Array]) -> Trace:
         name: tuple(map(_token_row_from_record, tables.read_records(name)))
         for name in tables.values
     }
-    thumbnails = _pictures(record, arrays, "thumbnail")
-    images = _pictures(record, arrays, "image")
-    _check_pictures(record, layers, thumbnails, images)
     classes: dict[tuple[str, int], str] = {}
     for n, row in enumerate(record.read_list("classes", None, ())):
         where = f"classes[{n}]"
@@ -232,16 +229,18 @@ def _trace_from_record(record: Record, arrays: Mapping[str, Array]) -> Trace:
         place = (cells.read_text("site"), cells.read_int("head", 0, MAX_HEADS))
         classes[place] = cells.read_text("name")
     skipped = record.read_record("skipped")
-    return Trace(
+    trace = Trace(
         record.read_record("model").values,
         streams,
         layers,
         grids,
         {name: skipped.read_text(name) for name in skipped.values},
-        thumbnails,
-        images,
+        _pictures(record, arrays, "thumbnail"),
+        _pictures(record, arrays, "image"),
         classes,
     )
+    _check_pictures(record, trace)
+    return trace
 
 
 def _array(record: Record, arrays: Mapping[str, Array], name: str) -> Array:
@@ -263,18 +262,13 @@ def _pictures(record: Record, arrays: Mapping[str, Array], kind: str) -> dict[st
     return pictures
 
 
-def _check_pictures(
-    record: Record,
-    layers: Sequence[AttentionRecord],
-    thumbnails: Mapping[str, Array],
-    images: Mapping[str, Array],
-) -> None:
+def _check_pictures(record: Record, trace: Trace) -> None:
     """Raise unless thumbnails match their layers and images have one row for each row of their
     stream.
     """
-    by_name = {layer.name: layer for layer in layers}
-    rows = {layer.key_stream: layer.batch_size for layer in layers}
-    for name, picture in thumbnails.items():
+    by_name = {layer.name: layer for layer in trace.layers}
+    rows = {layer.key_stream: layer.batch_size for layer in trace.layers}
+    for name, picture in trace.thumbnails.items():
         layer = by_name.get(name)
         if layer is None:
             record.fail(f"thumbnail.{name}", "belongs to no layer")
@@ -285,7 +279,7 @@ def _check_pictures(
             record.fail(
                 f"thumbnail.{name}", f"has shape {list(picture.shape)}, not {list(expected)}"
             )
-    for name, image in images.items():
+    for name, image in trace.images.items():
         if len(image) != rows.get(name) or image.shape[3] not in (1, 3) or not image.size:
             record.fail(
                 f"image.{name}",

@@ -386,16 +386,17 @@ def _write_first_kind(
     while not reason and keys:
         _rewrite_folder(source, rewrite, keys, fresh)
         try:
-            check = check_load(fresh, net, form)
+            candidate, message = check_load(fresh, net, form)
         except SpecError as error:
-            check = LoadCheck(False, 0, str(error))
-        if check.agrees:
-            return "transformers", PLAIN_SENTENCE, {"checked": check.message}
+            candidate = None
+            message = str(error)
+        if candidate is not None:
+            return "transformers", PLAIN_SENTENCE, {"checked": message}
         shutil.rmtree(fresh)
         # transformers, whose import takes seconds, is asked for another config only after a failure
         rejected = keys
         keys, reason = find_config_keys(form.model_spec, old_config)
-        reason = check.message if keys == rejected else reason
+        reason = message if keys == rejected else reason
     if ".part = " in reason:  # another computation; the loader script only changes sizes
         return write_native(f"because {reason}")
     _rewrite_folder(source, rewrite, old_config, fresh)
@@ -445,13 +446,13 @@ def _add_checked_loader(
     loader = add_loader(folder, additions)
     try:
         candidates = list_module_changes(folder, rewrite)
-        check = check_load(folder, net, rewrite.form, candidates)
+        candidate, message = check_load(folder, net, rewrite.form, candidates)
     except SpecError as error:
         return str(error)
     (folder / RECORD_FILE).unlink()
-    if not check.agrees:
-        return f"its loader script failed ({check.message})"
-    additions |= {"modules": candidates[check.candidate], "checked": check.message, **loader}
+    if candidate is None:
+        return f"its loader script failed ({message})"
+    additions |= {"modules": candidates[candidate], "checked": message, **loader}
     return ""
 
 
@@ -504,20 +505,12 @@ def _write_json(path: Path, document: Mapping[str, Any]) -> None:
 INPUT_LENGTH = 9
 
 
-class LoadCheck(NamedTuple):
-    """Result of a check: whether outputs agree, with which candidate, and a message to show."""
-
-    agrees: bool
-    candidate: int
-    message: str
-
-
 def check_load(
     folder: Path,
     net: Transformer,
     form: CanonicalForm,
     candidates: Sequence[Mapping[str, Any]] = (),
-) -> LoadCheck:
+) -> tuple[int | None, str]:
     """Load a folder with transformers, plainly or by its loader script and candidate changes, and
     compare with `net`.
 
@@ -550,10 +543,10 @@ def check_load(
             continue
         if difference <= OUTPUT_TOLERANCE:
             message = "loaded by transformers, outputs differ by"
-            return LoadCheck(True, number, f"{message} {difference:.1e} of the largest output")
+            return number, f"{message} {difference:.1e} of the largest output"
         if not error.startswith("outputs"):
             error = f"outputs differ by {difference:.1e} of the largest output"
-    return LoadCheck(False, 0, f"transformers cannot load it, or its outputs differ: {error}")
+    return None, f"transformers cannot load it, or its outputs differ: {error}"
 
 
 @torch.no_grad()

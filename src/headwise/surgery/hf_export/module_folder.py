@@ -31,45 +31,15 @@ from ..resized_attention import HeadCounts
 from ..verification.model_comparison import TOLERANCE, largest_difference, run_and_record
 from .model_folder import (
     PLAIN_SENTENCE,
-    OutputFolder,
-    WrittenFolder,
     add_loader,
     copy_companions,
     describe_resized,
-    write_changed_folder,
 )
 
 SiteCounts = Mapping[str, tuple[Site, HeadCounts, HeadCounts]]
 
 
-def write_module_folder(
-    before: Any,
-    after: Any,
-    tokenizer: object,
-    counts: SiteCounts,
-    inputs: ModelInputs,
-    target: OutputFolder,
-    record: Mapping[str, Any],
-) -> WrittenFolder:
-    """Write a changed transformers model to a new folder that transformers loads, with `record`,
-    the changes made, in heads.json.
-
-    `counts` are the heads of every attention before and after. The folder is read back, and its
-    outputs on `inputs` must be those of `after`.
-    """
-    if getattr(after, "save_pretrained", None) is None:
-        raise SpecError(
-            f"{type(after).__name__} has no save_pretrained and config of transformers; "
-            "save its state_dict, and apply the change again to load it"
-        )
-    return write_changed_folder(
-        target,
-        record,
-        lambda fresh: _write_first_kind(before, after, tokenizer, counts, inputs, fresh),
-    )
-
-
-def _write_first_kind(
+def fill_module_folder(
     before: Any,
     changed: nn.Module,
     tokenizer: object,
@@ -79,6 +49,9 @@ def _write_first_kind(
 ) -> tuple[str, str, dict[str, Any]]:
     """Write a plain checkpoint if a config describes the heads, else one with a loader script;
     return kind, sentence and additions to heads.json.
+
+    `counts` are the heads of every attention before and after. The folder is read back, and its
+    outputs on `inputs` must be those of the changed model.
     """
     after, is_stored_once = with_plain_parameters(before, changed)
     expected = run_and_record(after, inputs, ())

@@ -401,6 +401,7 @@ def make_verification_page(verification: VerificationReport) -> Page:
     ]
     command = [_one_line(verification.command)] if verification.command else []
     speeds = verification.speeds
+    no_speed = "; ".join(["No speed was measured", *speeds.notes]) + "."
     return make_page(
         f"{_one_line(verification.model)}: report of the changed model",
         ("Summary", [summary_table(verification)]),
@@ -415,7 +416,7 @@ def make_verification_page(verification: VerificationReport) -> Page:
                 *([_site_table(verification)] if verification.savings.sites else []),
             ],
         ),
-        ("Speed", [_speed_table(verification) if speeds.phases else _describe_no_speed(speeds)]),
+        ("Speed", [_speed_table(verification) if speeds.phases else no_speed]),
         ("Quality", [_quality_table(verification)]),
         ("How to reproduce", [*command, [_one_line(note) for note in notes if note]]),
         summary=_one_line(verification.what),
@@ -473,21 +474,13 @@ def _site_table(verification: VerificationReport) -> Table:
     """Tabulate the sizes of the changed attentions."""
     rows = list[tuple[str, ...]]()
     for site, before, after in verification.savings.sites:
-        pairs = zip(before, after, strict=True)
-        cells = [_show_change(old, new) for old, new in pairs]
+        cells = list[str]()
+        for old, new in zip(before, after, strict=True):
+            change = "-" if old is None or new is None else f"{old:,} -> {new:,}"
+            cells.append(f"{old:,}" if old == new and old is not None else change)
         rows.append((site, *cells))
     columns = ("attention", "heads", "kv heads", "parameters", "keys and values cached per token")
     return Table("", columns, rows)
-
-
-def _describe_no_speed(speeds: SpeedComparison) -> str:
-    return "; ".join(["No speed was measured", *speeds.notes]) + "."
-
-
-def _show_change(old: int | None, new: int | None) -> str:
-    if old is None or new is None:
-        return "-"
-    return f"{old:,}" if old == new else f"{old:,} -> {new:,}"
 
 
 def _speed_table(verification: VerificationReport) -> Table:
