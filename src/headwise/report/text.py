@@ -332,3 +332,12 @@ def format_interval(value: float, low: float, high: float, sign: str = "") -> st
     form = f"{sign}.4g" if abs(value) < 10_000 else f"{sign},.0f"
     ends = f"{low:{form}}, {high:{form}}" if low < high else NO_SPREAD
     return f"{value:{form}} [{ends}]"
+
+
+def format_difference(difference: Sequence[float]) -> str:
+    """Return a difference, an `Estimate`, with its sign and its interval.
+
+    >>> format_difference((0.5, -0.25, 1.25))
+    '+0.5 [-0.25, +1.25]'
+    """
+    return format_interval(*difference[:3], sign="+")

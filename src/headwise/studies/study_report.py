@@ -19,10 +19,10 @@ import torch
 from .. import __version__
 from ..kernels.capabilities import this_machine
 from ..report import render
-from ..report.data import Column, Estimate, Item, Page, Section, Table, Value
+from ..report.data import Column, Item, Page, Section, Table, Value
 from ..report.text import (
     format_count,
-    format_interval,
+    format_difference,
     format_number,
     format_p,
     format_seconds,
@@ -342,11 +342,6 @@ def tabulate_decoding(decoding: Mapping[str, Any]) -> Table:
         "(median of 9), and of the whole prompt."
     )
     return Table("", columns, rows, (note,))
-
-
-def format_difference(difference: Estimate) -> str:
-    """Format a difference with its sign and its interval."""
-    return format_interval(*difference[:3], sign="+")
 
 
 def _mean_of(records: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -25,7 +25,7 @@ from ..observe.head_analysis.objectives import (
 from ..report.data import Axis, Column, Estimate, Figure, Page, Plot, Reference, Series, Table
 from ..report.plots import save_figure
 from ..report.render import make_page, to_markdown, to_plain, to_text
-from ..report.text import format_interval
+from ..report.text import format_difference, format_interval
 from ..training.data import Task
 from ..util.errors import SpecError, suggest
 from ..util.files import write_atomically
@@ -350,10 +350,6 @@ def _list_parts(net: Transformer, names: Sequence[str]) -> dict[str, dict[str, i
     return {part: sites for part, sites in parts.items() if not names or part in names}
 
 
-def _format_change(change: Estimate) -> str:
-    return format_interval(*change[:3], sign="+")
-
-
 # --- Tables ---------------------------------------------------------------------------------------
 
 
@@ -393,13 +389,12 @@ def _harmless_table(curves: PruningCurves) -> Table:
         f"Heads removed with an increase of {_metric(curves)} below {curves.max_loss_increase:g}"
     )
     note = "Of the numbers of heads tested, by the upper end of the 95 % interval over texts."
-    return Table(
-        title, ("part", "heads", "order", "removed", Column("change", _format_change)), rows, [note]
-    )
+    columns = ("part", "heads", "order", "removed", Column("change", format_difference))
+    return Table(title, columns, rows, [note])
 
 
 def _value_table(
-    curves: PruningCurves, part: str, name: str, form: Callable[[Estimate], str] = _format_change
+    curves: PruningCurves, part: str, name: str, form: Callable[[Estimate], str] = format_difference
 ) -> Table:
     """Change of a metric from the full model by heads kept, a column for each order."""
     values = {order: curves.list_values(part, order, name) for order in curves.orders}
