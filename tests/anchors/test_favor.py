@@ -367,3 +367,14 @@ def test_what_lifting_costs():
     assert costs.counted_flops(spec, work) - costs.counted_flops(plain, work) == features + wider
     assert costs.count_parameters(spec) == costs.count_parameters(plain)
     assert costs.count_constants(spec) == 9 * 4
+
+
+def test_features_are_drawn_anew_and_other_maps_have_none():
+    from headwise.attention.initialisation import redraw_features
+
+    layer = hw.Attention(favor(draws=8))
+    redraw_features(layer, seed=3)
+    drawn = sample_orthogonal_gaussian(3 * 1_000_003, (8, layer.spec.core.dim))
+    assert torch.equal(layer.similarity["directions"], drawn)
+    elu = hw.parts.FeatureMap(kind="elu")
+    assert redraw_features(hw.Attention(favor(similarity=elu)), seed=3) == 0

@@ -390,6 +390,9 @@ def mask_shape(pattern: Pattern, queries: range, keys: range, pairs: int | None 
     """The shape of a pattern's mask over these positions: "full", the square "triangle", or "any".
 
     `pairs` are the allowed pairs if they were counted before.
+
+    >>> mask_shape(Causal(), range(4), range(4)), mask_shape(Causal(), range(3, 4), range(4))
+    ('triangle', 'full')
     """
     if isinstance(pattern, PerHead):
         return "any"
