@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 import headwise as hw
 from headwise.observe.head_analysis.head_metrics import WORD_METRICS
+from support.vision_attentions import HEADS, WIDE, FusedAttention
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -146,3 +148,49 @@ def test_heads_of_both_towers_matter_for_the_embeddings():
     assert all(head.measure.value > 0 for head in result.heads)
     assert len(result.heads) == 16
     assert type(hw.prune(model, 0.5, texts)).__name__ == "ModuleChange"
+
+
+class PlainVision(torch.nn.Module):
+    """A vision transformer without a config, as in timm: a class token before 2 x 3 patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed = torch.nn.Conv2d(3, WIDE, kernel_size=4, stride=4)
+        self.cls_token = torch.nn.Parameter(torch.randn(1, 1, WIDE))
+        self.position = torch.nn.Parameter(torch.randn(1, 7, WIDE))
+        self.blocks = torch.nn.ModuleList([FusedAttention(), FusedAttention()])
+
+    def forward(self, image: Tensor) -> Tensor:
+        patches = self.patch_embed(image).flatten(2).mT
+        x = torch.cat((self.cls_token.expand(len(image), -1, -1), patches), 1) + self.position
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_a_vision_model_without_a_config_shows_its_grid_by_its_patch_convolution():
+    torch.manual_seed(0)
+    model, images = PlainVision().eval(), torch.randn(3, 3, 8, 12)
+    table = hw.heads(model, images)
+    assert table.texts == "3 images"
+    traces = [hw.trace(model, image[None]) for image in images]
+    weights = torch.stack([torch.as_tensor(trace.weights(1)) for trace in traces]).double()
+    # of each patch: the weight on itself, and on the other patches of its row
+    rows = torch.arange(6) // 3
+    same_row = (rows[:, None] == rows) & ~torch.eye(6, dtype=torch.bool)
+    # of the weight that the sink leaves, here the class token
+    patches = weights[:, :, 1:, 1:] / (1 - weights[:, :, 1:, :1])
+    for head in table.heads[HEADS:]:
+        own = patches[:, head.head]
+        found = {name: head.measures[name].value for name in ("same_patch", "same_row")}
+        assert found["same_patch"] == pytest.approx(own.diagonal(0, 1, 2).mean().item(), abs=1e-6)
+        expected = (own * same_row).sum(-1).mean().item()
+        assert found["same_row"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_windows_of_an_image_are_refused_as_no_grid():
+    model = PlainVision().eval()
+    model.blocks = model.blocks[:1]
+    model.forward = lambda image: model.blocks[0](model.patch_embed(image).flatten(2).mT[:, :4])
+    with pytest.raises(hw.SpecError, match=r"over its 2 x 3 patches \(tokens: 4\)"):
+        hw.heads(model, torch.randn(2, 3, 8, 12))

@@ -20,6 +20,7 @@ from ...training.data.text_files import existing_path, list_files, open_npy
 from ...util.errors import SpecError
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import AttentionHook, run_observed
+from ..inspect.model_inputs import list_arguments
 from ..inspect.site import ObservedCall
 from .annotated_examples import Example, TokenAnnotations
 
@@ -37,8 +38,10 @@ class PatchLayout(NamedTuple):
     channels: int
 
     @staticmethod
-    def from_model(model: nn.Module) -> PatchLayout:
-        """Read from the spec of a headwise model, or from the config of a transformers model."""
+    def from_model(model: nn.Module, shape: Sequence[int] = ()) -> PatchLayout:
+        """Read from the spec of a headwise model, or from the config of a transformers model; for
+        other models from their patch convolution and the `shape` of an image.
+        """
         if isinstance(model, Transformer):
             embedding = model.spec.stacks[0].embedding
             patches = embedding.patches if embedding is not None else None
@@ -54,6 +57,8 @@ class PatchLayout(NamedTuple):
             if isinstance(value, (list, tuple)) and len(value) == 2:
                 sizes.append((int(value[0]), int(value[1])))
         if getattr(model, "main_input_name", "") != "pixel_values" or len(sizes) < 2:
+            if config is None and shape and (layout := _find_patches(model, shape)):
+                return layout
             raise SpecError(
                 f"{type(model).__name__} takes no images, or its config has no image_size and "
                 "patch_size; give a vision transformer, or texts with --data FILE"
@@ -75,6 +80,27 @@ class PatchLayout(NamedTuple):
         return TokenAnnotations(
             torch.arange(count), words, is_other, no, no, word_index, no.long(), patch_grid=grid
         )
+
+
+def _find_patches(model: nn.Module, shape: Sequence[int]) -> PatchLayout | None:
+    """The patches that the first convolution of a model cuts from images of this shape, as in timm
+    and open_clip; None if it cuts none.
+    """
+    first = next((one for one in model.modules() if isinstance(one, nn.Conv2d)), None)
+    channels, height, width = shape
+    if first is None or first.stride != first.kernel_size or first.in_channels != channels:
+        return None
+    rows, columns = (
+        size // patch for size, patch in zip((height, width), first.stride, strict=True)
+    )
+    return PatchLayout(rows, columns, (height, width), channels)
+
+
+def _image_argument(model: nn.Module) -> str:
+    """The name of the argument that takes images."""
+    if isinstance(model, Transformer):
+        return "x"
+    return str(getattr(model, "main_input_name", list_arguments(model)[0]))
 
 
 def _normalise(model: nn.Module, pixels: np.ndarray) -> np.ndarray:
@@ -141,15 +167,15 @@ def plain_image_examples(model: nn.Module, pixels: Tensor) -> list[Example]:
     """
     if isinstance(model, Transformer):
         _check_image_size(PatchLayout.from_model(model), pixels.shape[1:])
-    name = "x" if isinstance(model, Transformer) else "pixel_values"
+    name = _image_argument(model)
     return [Example({name: image[None]}, {}) for image in pixels]
 
 
 def examples_from_pixels(model: nn.Module, pixels: Tensor) -> ImageExamples:
     """Examples of images [n, channels, height, width] as a vision model takes them."""
-    layout = PatchLayout.from_model(model)
+    layout = PatchLayout.from_model(model, pixels.shape[1:])
     _check_image_size(layout, pixels.shape[1:])
-    name = "x" if isinstance(model, Transformer) else "pixel_values"
+    name = _image_argument(model)
     inputs = [{name: image[None]} for image in pixels]
     observable = require_ability(model, "observe")
     counters = {module.site.name: _TokenCounter() for module in observable}
