@@ -226,8 +226,9 @@ def test_the_page_is_served_in_an_empty_environment(commands: Path, tmp_path: Pa
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_extras_install_alone(extra, commands, archives, tmp_path):
     """pip finds packages for each extra under the constraints; nothing is installed."""
-    options = ("install", "--dry-run", "--report", "report.json", "-qq", *CONSTRAINTS)
-    run(commands / "pip", *options, f"{archives[1]}[{extra}]", cwd=tmp_path)
+    options = ("install", "--dry-run", "--ignore-installed", "-qq", *CONSTRAINTS)
+    words = ("--report", "report.json", f"{archives[1]}[{extra}]")
+    run(commands / "pip", *options, *words, cwd=tmp_path)
     resolved = {
         item["metadata"]["name"].lower()
         for item in json.loads((tmp_path / "report.json").read_text())["install"]
