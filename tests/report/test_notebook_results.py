@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +71,21 @@ def test_a_notebook_shows_every_result():
         assert page.tags.count("tr") <= 1 + MAX_ROWS or name == "cost", name
         assert ("svg" in page.tags) == (name in ("heads", "importance", "trace")), name
         assert "script" not in page.tags
+
+
+def test_one_head_of_a_trace_is_drawn():
+    trace = hw.trace(small_gpt2(), IDS.repeat(2, 1).index_put((torch.tensor(1),), torch.tensor(7)))
+    drawn = trace.draw("L1H0", row=1)
+    [cells] = drawn.panels
+    assert cells.title == "text 2 of 2"
+    assert np.array_equal(cells.values, trace.head_weights(1, 0, row=1))
+    assert not np.array_equal(cells.values, trace["L1H0"])
+    assert repr(drawn) == "<Figure: gpt2: L1H0>"
+    page = Tags()
+    page.feed(drawn._repr_html_())
+    assert "svg" in page.tags
+    with pytest.raises(ValueError, match="L7"):
+        trace.draw("L7H0")
 
 
 class Rows(TableResult):

@@ -85,6 +85,16 @@ class ShownTable(Table, TableResult):
     __repr__ = TableResult.__repr__
 
 
+class ShownFigure(Figure):
+    """A figure that shows itself in a notebook."""
+
+    def __repr__(self) -> str:
+        return f"<Figure: {cut(self.title, MAX_TITLE)}>"
+
+    def _repr_html_(self) -> str:
+        return fill_template(RESULT_TEMPLATE, items=[self], themes=["light"])
+
+
 def _shorten(table: Table) -> Table:
     """Return the first rows of a table, with a note if there are more."""
     num_more = len(table.rows) - MAX_ROWS

@@ -282,7 +282,8 @@ def fill_template(template: Path, **values: Any) -> str:
     from .plots import to_svg
 
     def kind(item: Any) -> str:
-        return type(item).__name__
+        kinds = (one.__name__ for one in (Figure, Table) if isinstance(item, one))
+        return next(kinds, type(item).__name__)
 
     def show(value: Any) -> Any:
         return make_visible(value, keep="\n\t") if type(value) is str else value

@@ -20,6 +20,7 @@ from ...util.output_paths import Existing, FolderKind, stage_folder
 from ..head_names import print_head
 from ..inspect.trace_capture import Capture, trace
 from ..traces import AttentionRecord, Trace
+from ..traces.attention_trace import SCALE_LABEL
 from .annotated_examples import Example, TokenAnnotations
 from .dependency_syntax import is_relation_measure
 from .head_classes import CLASS_RULES, PATCH_CLASS_RULES, UNCLEAR, offset_class_name
@@ -213,23 +214,12 @@ def draw_traced_heads(
 
     The folder appears complete or not at all.
     """
-    figures: dict[str, Figure] = {}
-    model = str(trace.model.get("name") or trace.model.get("class") or "model")
-    for site, head in heads:
-        layer = trace.get_layer(site)
-        weights = trace.head_weights(site, head)
-        queries = trace.streams[layer.query_stream][0].words[: weights.shape[0]]
-        keys = trace.streams[layer.key_stream][0].words[: weights.shape[1]]
-        text = f"text 1 of {layer.batch_size}" if layer.batch_size > 1 else ""
-        picture = HeadPicture(text, "", weights[: len(queries), : len(keys)], queries, keys)
-        name = print_head(layer.name, head, [one.name for one in trace.layers])
-        title = f"{model}: {name}"
-        figures[head_file_name(layer.name, head)] = head_figure(picture, title)
+    figures = {
+        head_file_name(trace.get_layer(site).name, head): trace.draw(f"{site}:{head}")
+        for site, head in heads
+    }
     with stage_folder(folder, HEAD_REPORT, existing) as staged:
         return [str(folder / Path(name).name) for name in write_figures(figures, staged)]
-
-
-SCALE_LABEL = "attention weight (strength of colour: its square root)"
 
 
 class HeadPicture(NamedTuple):

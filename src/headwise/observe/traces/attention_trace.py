@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ...report.data import Figure, HeatMap, Item, Table
-from ...report.notebook import NotebookResult
+from ...report.data import Figure, HeatMap, Item
+from ...report.notebook import NotebookResult, ShownFigure, ShownTable
 from ...report.render import to_text
 from ...report.text import format_bytes
 from ...util.errors import pluralise
 from ...util.escaping import make_visible
-from ..head_names import find_layer, locate_head
+from ..head_names import find_layer, locate_head, print_head
 from .attention_record import Array, AttentionCallRecord, AttentionRecord, PackedMask, TokenRow
 
 # --- Pictures of weights: a cell shows the largest weight in it, because a mean would lose thin lin
@@ -123,6 +123,28 @@ class Trace(NotebookResult):
         """Recompute the weights of all heads of a layer for one text, [heads, queries, keys]."""
         heads = range(self.get_layer(site).heads)
         return np.stack([self.head_weights(site, head, row=row) for head in heads])
+
+    def draw(self, name: str, *, row: int = 0) -> ShownFigure:
+        """Return a picture of the head with this name on one text, which a notebook shows.
+
+        >>> from headwise.observe.traces import trace_from_weights
+        >>> trace_from_weights([np.eye(2)[None, None]], ["a", "b"]).draw("L0H0")
+        <Figure: weights: L0H0>
+        """
+        site, head = locate_head(name, self.layers, "the trace")
+        layer = self.get_layer(site)
+        weights = self.head_weights(site, head, row=row)
+        queries, keys = (
+            self.streams[stream][row].words[:count]
+            for stream, count in zip(
+                (layer.query_stream, layer.key_stream), weights.shape, strict=True
+            )
+        )
+        model = str(self.model.get("name") or self.model.get("class") or "a model")
+        title = f"{model}: {print_head(layer.name, head, [one.name for one in self.layers])}"
+        text = f"text {row + 1} of {layer.batch_size}" if layer.batch_size > 1 else ""
+        cells = HeatMap(weights[: len(queries), : len(keys)], queries, keys, text, "key", "query")
+        return ShownFigure(title, [cells], scale_label=SCALE_LABEL)
 
     def head_mask(
         self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0
@@ -253,12 +275,12 @@ class Trace(NotebookResult):
         return f"{self.model.get('name', 'a model')}: {format_bytes(self.nbytes)} of {count}"
 
     @property
-    def site_table(self) -> Table:
+    def site_table(self) -> ShownTable:
         """A row for each recorded site."""
         columns = itemgetter(*SITE_COLUMNS[:-1])
         sites = [(*columns(site), " ".join(site["kept"])) for site in self.data["sites"]]
         notes = [f"{name} is not recorded: {reason}" for name, reason in self.skipped.items()]
-        return Table("", SITE_COLUMNS, sites, notes)
+        return ShownTable("", SITE_COLUMNS, sites, notes)
 
     @property
     def report_items(self) -> Sequence[Item]:
@@ -281,6 +303,7 @@ class Trace(NotebookResult):
         return [Figure(self._title, panels, num_columns=MAX_PICTURES), self.site_table]
 
 
+SCALE_LABEL = "attention weight (strength of colour: its square root)"
 MAX_SHOWN = 12  # tokens per row
 MAX_PICTURES = 3  # layers that a notebook draws
 SITE_COLUMNS = ("name", "heads", "queries", "keys", "calls", "kept")
