@@ -319,7 +319,8 @@ def test_a_changed_hybrid_comes_with_a_report(
     assert costs["parameters"][0] - costs["parameters"][1] == removed
 
 
-def test_a_named_tokenizer_is_written_with_the_smaller_model(tmp_path, capsys):
+@pytest.mark.parametrize("rope", ["default", "dynamic"])  # the second runs as a module
+def test_a_named_tokenizer_is_written_with_the_smaller_model(rope, tmp_path, capsys):
     config = transformers.LlamaConfig(
         vocab_size=256,
         hidden_size=16,
@@ -327,6 +328,7 @@ def test_a_named_tokenizer_is_written_with_the_smaller_model(tmp_path, capsys):
         num_hidden_layers=1,
         num_attention_heads=4,
         pad_token_id=None,
+        rope_parameters={"rope_type": rope, "factor": 2.0, "rope_theta": 1e4},
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "tiny")
     (tmp_path / "texts.txt").write_text(TEXTS)

@@ -417,12 +417,17 @@ class CompressionRun:
         """The tokenizer of --tokenizer as a file, for a folder that has none."""
         from ..models import Transformer
         from ..models.model_spec.serialization import TOKENIZER_FILE
+        from ..observe.inspect.model_tokenizer import find_tokenizer
 
-        text = self.net.usage.tokenizer if isinstance(self.net, Transformer) else None
         is_there = self.source is not None and (self.source / TOKENIZER_FILE).is_file()
-        if self.args.tokenizer is None or text is None or is_there:
+        if self.args.tokenizer is None or is_there:
             return {}
-        return {TOKENIZER_FILE: text.encode()}
+        if isinstance(self.net, Transformer):
+            text = self.net.usage.tokenizer
+        else:
+            tokenizer = find_tokenizer(self.net)
+            text = None if tokenizer is None else tokenizer.to_str()
+        return {} if text is None else {TOKENIZER_FILE: text.encode()}
 
     def finish(self, result: SurgeryResult) -> int:
         """Retrain the changed model if asked, write it with its verification report, print a

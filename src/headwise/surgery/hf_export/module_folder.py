@@ -154,8 +154,10 @@ def find_config(model: Any, counts: SiteCounts) -> tuple[Any, str]:
             _set_counts(memo.get(id(part)), sites, sets_dim)
         try:
             built = build_without_weights(type(model), config)
+            getattr(config, "validate", bool)()  # save_pretrained would refuse an invalid one
         except Exception as error:  # a config may refuse values in any way
-            reason = f"transformers rejects the config: {' '.join(str(error).split())[:120]}"
+            fact = " ".join(str(error).split()).rpartition("Error: ")[2].rstrip(".")
+            reason = f"transformers rejects the config: {fact[:120]}"
             continue
         if {name: tuple(one.shape) for name, one in built.state_dict().items()} == shapes:
             return config, ""
