@@ -336,3 +336,5 @@ def test_a_named_tokenizer_is_written_with_the_smaller_model(rope, tmp_path, cap
     run_ok(capsys, "prune", tmp_path / "tiny", "--heads", "0:1", "--tokenizer", "bytes", *words)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "smaller")
     assert tokenizer("a b").input_ids == [97, 32, 98]
+    report = (tmp_path / "smaller" / "VERIFICATION.md").read_text()
+    assert "the folder was loaded by transformers, outputs differ by " in report

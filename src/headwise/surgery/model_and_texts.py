@@ -296,6 +296,8 @@ def write_and_verify(
         checks = result.verification_options
         exports = {name: lambda: load_folder(staged, device=device)}
         checks["exports"] = exports | checks.get("exports", {})
+        if written.checked:
+            options = replace(options, notes=(*options.notes, f"the folder was {written.checked}"))
         options = replace(options, **checks)
         verification = verify(result.before, after, examples, options, log)
         log("writing the report")

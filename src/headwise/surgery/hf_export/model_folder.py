@@ -222,11 +222,14 @@ NO_FILES: Mapping[str, Any] = {}
 
 
 class WrittenFolder(NamedTuple):
-    """Kind of folder that was written, a sentence that explains why, and the names of its files."""
+    """Kind of folder that was written, a sentence that explains why, the names of its files, and
+    how transformers loaded it ("" if it did not).
+    """
 
     kind: str
     summary: str
     files: tuple[str, ...]
+    checked: str
 
 
 def write_model_folder(
@@ -302,7 +305,8 @@ def write_changed_folder(
             "files": files,
         }
         _write_json(fresh / RECORD_FILE, document)
-    return WrittenFolder(kind, sentence, (*files, *target.extra_files, RECORD_FILE))
+    names = (*files, *target.extra_files, RECORD_FILE)
+    return WrittenFolder(kind, sentence, names, additions.get("checked", ""))
 
 
 def _list_written_names(folder: Path) -> set[str]:
