@@ -572,6 +572,9 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.
     check_same(hw.load(tmp_path / "empty"), net)
     monkeypatch.chdir(tmp_path / "empty")
     check_refused("it exists; replace it with overwrite=True", lambda: hw.export(net, "."))
+    monkeypatch.chdir(tmp_path)
+    hw.export(net, "empty", overwrite=True)
+    check_same(hw.load(tmp_path / "empty"), net)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "full"]
 
 

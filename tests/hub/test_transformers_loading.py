@@ -383,6 +383,6 @@ def test_a_model_that_only_transformers_can_run_is_measured_by_its_name(
         **keys,
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(hw.SpecError, match=f"{re.escape(fact)}.*hw.heads.* take '{tmp_path}'"):
+    with pytest.raises(hw.SpecError, match=f"{re.escape(fact)}.*pass '{tmp_path}' to hw.heads"):
         hw.load(tmp_path)
     assert len(hw.heads(str(tmp_path), [torch.arange(12)[None]]).heads) == 4

@@ -4,7 +4,7 @@ In reading order:
 
 - `flops` counts term by term and keeps the formula of every number, `weight_storage`
   gives parameters and the bytes of weights, `roofline` lower bounds of times on a device, and
-  forward calls;
+  the record of one forward call;
 - `counted_model` describes a model by its modules; `components` is the one walk over a spec or
   model, and gives all costs of a component;
 - `workload` describes forward calls; `cost_estimate` gives the costs of one layer or model,

@@ -122,8 +122,8 @@ def _read_spec(folder: Path, settings: Mapping[str, Any]) -> ModelSpec:
         if not is_known_to_transformers(settings.get("model_type")):
             raise
         raise SpecError(
-            f"{error.source}: {error.fact}; headwise's own layers cannot be this model, but "
-            f"hw.heads, hw.prune and the others take {str(folder)!r}, and run it with transformers"
+            f"{error.source}: {error.fact}; hw.load builds headwise's own layers only: pass "
+            f"{str(folder)!r} to hw.heads, hw.prune and the others, which run it with transformers"
         ) from None
 
 
@@ -286,7 +286,12 @@ EXPORTED_MODEL = FolderKind("model of transformers", (CONFIG_FILE,))
 
 
 def export(
-    model: Transformer, folder: Path | str, *, form: str = "auto", max_length: int | None = None
+    model: Transformer,
+    folder: Path | str,
+    *,
+    form: str = "auto",
+    max_length: int | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write a model to a new folder in the format of transformers: config.json, model.safetensors,
     and the tokenizer.
@@ -344,7 +349,7 @@ def export(
             TOKENIZER_FILE: _tokenizer_json(model.usage).encode(),
             TOKENIZER_CONFIG_FILES[1]: _to_json(_tokenizer_config(model.usage)),
         }
-    with stage_folder(folder, EXPORTED_MODEL) as staged:
+    with stage_folder(folder, EXPORTED_MODEL, "overwrite" if overwrite else "refuse") as staged:
         for name, data in {**files, CONFIG_FILE: _to_json(config)}.items():
             write_atomically(staged / name, data)
 

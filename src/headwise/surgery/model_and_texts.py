@@ -190,15 +190,14 @@ class SurgeryResult(NotebookResult):
         """The change, and the fingerprint of the model that it was made to, for heads.json."""
         return self.data | {"model": fingerprint_model(self.before)}
 
-    def save_pretrained(
-        self, folder: Path | str, *, existing: Existing = "refuse"
-    ) -> WrittenFolder:
+    def save_pretrained(self, folder: Path | str, *, overwrite: bool = False) -> WrittenFolder:
         """Write the changed model to a new folder, with its tokenizer and the change in heads.json.
 
         The folder of a transformers model is one that transformers loads, if its layers can be
         described or resized; `summary` of the result names the kind of folder. Uses the weights in
         memory, not the weights in the original folder.
         """
+        existing: Existing = "overwrite" if overwrite else "refuse"
         check_output(folder, COMPRESSED_MODEL, existing)
         target = OutputFolder(Path(folder), existing)
         return self.write_folder(self.after, target, self.record)
@@ -296,8 +295,10 @@ def write_and_verify(
         checks = result.verification_options
         exports = {name: lambda: load_folder(staged, device=device)}
         checks["exports"] = exports | checks.get("exports", {})
-        if written.checked:
-            options = replace(options, notes=(*options.notes, f"the folder was {written.checked}"))
+        if written.load_report:
+            options = replace(
+                options, notes=(*options.notes, f"the folder was {written.load_report}")
+            )
         options = replace(options, **checks)
         verification = verify(result.before, after, examples, options, log)
         log("writing the report")

@@ -433,8 +433,8 @@ def _axis_size(axis: str, sizes: Mapping[str, int]) -> int:
 
 
 class ParallelContext:
-    """The ranks with the other heads of a layer, or the other tokens of its rows: here none, as in
-    one process.
+    """Communication between ranks that hold other heads of a layer, or other tokens of its rows.
+    This class is one process, without such ranks; a class for several overrides every method.
 
     Each rank computes a partial output and the partial outputs are summed, so the gradient of
     anything that several ranks hold is the sum of their gradients. `adds_output_bias` is true on

@@ -60,8 +60,9 @@ class PatchLayout(NamedTuple):
             if config is None and shape and (layout := _find_patches(model, shape)):
                 return layout
             raise SpecError(
-                f"{type(model).__name__} takes no images, or its config has no image_size and "
-                "patch_size; give a vision transformer, or texts with --data FILE"
+                f"{type(model).__name__} takes no images, or neither its config (image_size and "
+                "patch_size) nor its first convolution tells their patches; give a vision "
+                "transformer, or texts with --data FILE"
             )
         image, patch = sizes
         channels = getattr(config, "num_channels", 3)
@@ -100,7 +101,8 @@ def _image_argument(model: nn.Module) -> str:
     """The name of the argument that takes images."""
     if isinstance(model, Transformer):
         return "x"
-    return str(getattr(model, "main_input_name", list_arguments(model)[0]))
+    arguments = (*list_arguments(model), "pixel_values")  # forward may take *args or **kwargs alone
+    return str(getattr(model, "main_input_name", arguments[0]))
 
 
 def _normalise(model: nn.Module, pixels: np.ndarray) -> np.ndarray:

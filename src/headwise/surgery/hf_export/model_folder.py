@@ -223,13 +223,13 @@ NO_FILES: Mapping[str, Any] = {}
 
 class WrittenFolder(NamedTuple):
     """Kind of folder that was written, a sentence that explains why, the names of its files, and
-    how transformers loaded it ("" if it did not).
+    what loading it with transformers showed ("" if it was not).
     """
 
     kind: str
     summary: str
     files: tuple[str, ...]
-    checked: str
+    load_report: str
 
 
 def write_model_folder(
