@@ -88,6 +88,13 @@ def test_one_head_of_a_trace_is_drawn():
         trace.draw("L7H0")
 
 
+def test_a_head_of_a_model_without_tokens_is_drawn_by_positions():
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    [cells] = hw.trace(model, torch.randn(1, 3, 16)).draw("L0H1").panels
+    assert cells.rows == cells.columns == ("0", "1", "2")
+
+
 class Rows(TableResult):
     """Rows with text that is no HTML, and an estimate."""
 

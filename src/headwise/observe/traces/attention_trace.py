@@ -136,6 +136,8 @@ class Trace(NotebookResult):
         weights = self.head_weights(site, head, row=row)
         queries, keys = (
             self.streams[stream][row].words[:count]
+            if self.streams.get(stream)
+            else tuple(map(str, range(count)))
             for stream, count in zip(
                 (layer.query_stream, layer.key_stream), weights.shape, strict=True
             )
