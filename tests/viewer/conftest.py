@@ -35,7 +35,7 @@ def page(browser: Any) -> Iterator[Any]:
     opened.set_default_timeout(20_000)
     yield opened
     context.close()
-    # a test ends its server while the page may still ask it for something, and another window may
-    # have opened another text
+    # a test ends its server while the page may still ask it for something, and a request may come
+    # after another text was opened
     allowed = ("ERR_CONNECTION_REFUSED", "409 (Conflict)")
     assert [text for text in messages if not any(part in text for part in allowed)] == []

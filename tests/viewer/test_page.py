@@ -323,3 +323,13 @@ def test_the_page_in_chinese(page: Any):
         assert page.evaluate("document.documentElement.lang") == "zh"
         page.reload()
         page.get_by_role("heading", name="总览").wait_for()
+
+
+def test_the_page_in_chinese_says_why_a_head_has_its_class(page: Any):
+    with served(sample_model()) as url:
+        page.goto(url.replace("/#", "/?lang=zh#"))
+        page.get_by_role("gridcell").first.wait_for()
+        page.evaluate("location.hash = '#/head?site=6&head=1'")
+        evidence = page.locator("p.evidence")
+        evidence.get_by_text("随机水平").wait_for()
+        assert "aligns words" not in evidence.inner_text()

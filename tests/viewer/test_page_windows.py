@@ -86,6 +86,31 @@ def test_a_refused_text_says_what_the_sample_reads_and_what_is_still_shown(page:
         assert target.input_value() == "二〇九九年四月二日"
 
 
+def test_a_window_does_not_take_itself_for_another(page: Any):
+    """It asks on about its former text while its own next one has been opened."""
+    held: list[Any] = []
+    with served(sample_model()) as url:
+        page.goto(url)
+        page.get_by_role("gridcell").first.wait_for()
+        page.wait_for_load_state("networkidle")
+        page.route(
+            "**/api/jobs/*/result",
+            lambda route: route.continue_() if held else held.append(route),
+        )
+        box = page.get_by_role("textbox", name="Source text")
+        box.fill("<zh>2 April 2099")
+        box.press("Enter")
+        while not held:
+            page.wait_for_timeout(20)
+        with page.expect_response("**/api/tile**") as answer:
+            page.get_by_role("link", name="Head", exact=True).click()
+        assert answer.value.status == 409
+        held[0].continue_()
+        page.get_by_text("9 tokens").wait_for()
+        page.get_by_role("application").wait_for()
+        assert page.get_by_role("alert").count() == 0
+
+
 def test_a_window_says_that_another_one_opened_another_text(page: Any):
     with served(sample_model()) as url:
         page.goto(url)

@@ -144,6 +144,44 @@ def test_a_window_is_not_answered_about_the_text_of_another(client, opened):
     assert client.get("/api/document", headers={}).json()["revision"] == opened.revision
 
 
+def test_a_window_is_answered_after_its_own_change(client, opened):
+    """Its jobs go on before it knows the new revision; another window's are refused."""
+    shown = {"X-Revision": str(opened.revision), "X-Window": "a"}
+    grouping = {"kind": "group", "words": False, "special": False, "first": True}
+    job = client.post("/api/jobs", json=grouping, headers=shown).json()["job"]
+    assert '"state": "done"' in client.get(f"/api/jobs/{job}/events").text
+    windows = [shown | {"X-Window": name} for name in "ab"]
+    answers = [client.get("/api/tile?site=0&head=0", headers=window) for window in windows]
+    facts = [answer.json()["error"]["fact"] for answer in answers]
+    assert facts == ["error.outdated", "error.otherWindow"]
+    jobs = [client.post("/api/jobs", json=grouping, headers=window) for window in windows]
+    assert [job.status_code for job in jobs] == [200, 409]
+
+
+def test_a_job_that_waits_behind_another_text_is_refused(opened):
+    """Its window showed the open text when it was asked for, and does not when it runs."""
+    other, may_open = record(opened.get_model(), 11, seed=1), threading.Event()
+
+    def open_other(model: OpenModel, *_: Any) -> None:
+        may_open.wait(10)
+        model.set_trace(other)
+
+    worker = ModelWorker(opened, {"open": open_other, "read": lambda model, *_: model.revision})
+    shown = opened.revision
+    jobs = [
+        worker.submit("open", {}, "a", shown),
+        worker.submit("read", {}, "b", shown),
+        worker.submit("read", {}, "a", shown),
+        worker.submit("read", {}),
+    ]
+    may_open.set()
+    wait_for(lambda: all(job.has_ended for job in jobs))
+    worker.close()
+    assert [job.state for job in jobs] == ["done", "failed", "done", "done"]
+    assert jobs[1].events[-1]["error"]["fact"] == "error.otherWindow"
+    assert jobs[2].result == jobs[3].result == opened.revision == shown + 1
+
+
 def test_ablated_heads_are_not_kept_by_the_server(client: TestClient):
     before = client.get("/api/document").json()
     job = submit(client, kind="ablate", heads=[[1, 2]])

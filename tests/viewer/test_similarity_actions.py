@@ -53,6 +53,9 @@ def test_distances_are_those_of_the_library(model: OpenModel, answer: Any):
         assert arrays[f"{number}.merges"].shape == (len(group.heads) - 1, 3)
         heads = [(sites[site], head) for site, head in header["groups"][number]["heads"]]
         assert heads == [(head.site, head.head) for head in group.heads]
+        test, shown = group.similar_pair_test, header["groups"][number]["pairTest"]
+        assert (shown["found"], shown["pairs"]) == (len(group.similar_pairs), group.num_pairs)
+        assert (shown["chance"], shown["p"]) == (test.chance, test.p)
 
 
 def test_outputs_are_compared_by_the_alignment_of_the_library(model: OpenModel, answer: Any):

@@ -352,7 +352,7 @@ class HeadGroups:
         self.arrays[f"{number}.points"] = np.asarray(points, np.float32)
         self.arrays[f"{number}.merges"] = np.array(merges, np.float32).reshape(-1, 3)
         places = [[self.sites.get(head.site, -1), head.head] for head in heads]
-        self.groups.append({"heads": places, "sentence": "", **fields})
+        self.groups.append({"heads": places, **fields})
 
     def add_similarity(
         self, by: str, streams: Sequence[str], heads: Sequence[HeadLocation], similarity: Distances
@@ -416,15 +416,22 @@ def compute_similarity(model: OpenModel, progress: JobProgress, texts: Sequence[
     )
     groups = HeadGroups(model)
     for group in result.readers:
-        fields = {"by": "attention", "streams": list(group.streams), "sentence": group.sentence}
+        test = group.similar_pair_test
         groups.add(
             group.heads,
             group.distances,
             group.embedding.points,
             group.merges,
+            by="attention",
+            streams=list(group.streams),
             threshold=float(group.threshold),
             clustersByChance=int(group.num_chance_clusters),
-            **fields,
+            pairTest={
+                "found": len(group.similar_pairs),
+                "pairs": group.num_pairs,
+                "chance": float(test.chance),
+                "p": float(test.p),
+            },
         )
     for group in result.readers:
         if group.outputs is not None:

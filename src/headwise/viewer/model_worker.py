@@ -22,6 +22,7 @@ MAX_QUEUED_JOBS = 8
 MAX_KEPT_RESULTS = 32  # the results of older jobs are dropped
 MAX_JOB_SECONDS = 600.0
 END_STATES = ("done", "failed", "cancelled")
+OTHER_WINDOW = ValueError("error.otherWindow")  # a sentence of the page
 MIN_EVENT_SECONDS = 0.05  # a progress event that comes sooner replaces the last one
 # A path: from a root to the last separator, in quotes or up to a space.
 PATH = re.compile(
@@ -61,10 +62,15 @@ class JobProgress:
 
 @dataclass(eq=False)
 class Job:
-    """One request to the worker: its kind and arguments, its events so far, and its result."""
+    """One request to the worker: its kind and arguments, its events so far, and its result.
+
+    `window` asks for it, and shows `revision`; None if it asks about whatever is open.
+    """
 
     kind: str
     arguments: Mapping[str, Any]
+    window: str = ""
+    revision: int | None = None
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
     events: list[dict[str, Any]] = field(default_factory=lambda: [{"state": "queued"}])
     result: Any = None
@@ -129,11 +135,17 @@ class ModelWorker:
         self._thread = threading.Thread(target=self._run, name="headwise-view", daemon=True)
         self._thread.start()
 
-    def submit(self, kind: str, arguments: Mapping[str, Any]) -> Job:
+    def submit(
+        self,
+        kind: str,
+        arguments: Mapping[str, Any],
+        window: str = "",
+        revision: int | None = None,
+    ) -> Job:
         """Queue a job; raises ValueError for an unknown kind, QueueFull if too many wait."""
         if kind not in self.job_kinds:
             raise ValueError(f"there is no job {kind!r}; use one of {', '.join(self.job_kinds)}")
-        job = Job(kind, arguments)
+        job = Job(kind, arguments, window, revision)
         with self._changed:
             if len(self._waiting) >= MAX_QUEUED_JOBS:
                 raise QueueFull(
@@ -183,6 +195,9 @@ class ModelWorker:
                 if self.model.has_model:
                     import_libraries()
                 with self.lock:
+                    if self.model.is_other_window(job.window, job.revision):
+                        raise OTHER_WINDOW  # a job before this one opened another text
+                    self.model.window = job.window
                     job.result = self.job_kinds[job.kind](self.model, job.arguments, progress)
                 job.publish({"state": "done"})
             except JobCancelled as stop:

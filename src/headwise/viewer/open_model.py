@@ -101,6 +101,7 @@ class LoadingPlace(NamedTuple):
 
 
 ON_CPU = LoadingPlace()
+KEPT_BY_SERVER = ("first", "folders", "revision", "window", "opened_by")  # whatever is opened
 
 
 @dataclass
@@ -109,7 +110,8 @@ class OpenModel:
 
     `load_model` loads the model when it is first needed, so that the trace shows immediately.
     `revision` grows whenever another trace is shown, so that a window of the page is not answered
-    about the text that another window opened. `table` holds the measures over several texts,
+    about the text that another window opened: `window` is the one whose job runs, `opened_by` the
+    one that opened the present revision. `table` holds the measures over several texts,
     `own_table` over the open text alone. `output_folder` is where pruned and converted models may
     be written; None forbids writing. `target` is the model folder as named on the command line, ""
     for other models. `texts` are the initial lines of screens that need several texts. `pruned`
@@ -132,6 +134,8 @@ class OpenModel:
     texts: tuple[str, ...] = ()
     max_tokens: int = MAX_TOKENS
     revision: int = 0
+    window: str = ""
+    opened_by: str = ""
     warnings: list[str] = field(default_factory=list[str])
     pruned: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     other: str = ""
@@ -373,12 +377,24 @@ class OpenModel:
             if not site.ablate.possible:
                 raise ValueError(f"cannot ablate heads of {ablated.site}: {site.ablate.reason}")
 
+    def _open_revision(self) -> None:
+        self.revision += 1
+        self.opened_by = self.window
+
+    def is_other_window(self, window: str, revision: int | None) -> bool:
+        """True if `window` ("" if unnamed) shows another revision than the open one, which it did
+        not open itself.
+        """
+        is_own = window != "" and window == self.opened_by
+        return revision not in (None, self.revision) and not is_own
+
     def show(self, other: OpenModel) -> None:
         """Show another model or trace in place of this one, which a running server keeps."""
         with self._changing:
             if not self.opened_name:
                 self.first = copy.copy(self)
-            own = {"first": self.first, "folders": self.folders, "revision": self.revision + 1}
+            self._open_revision()
+            own = {name: getattr(self, name) for name in KEPT_BY_SERVER}
             for item in fields(self):
                 if item.init:
                     setattr(self, item.name, own.get(item.name, getattr(other, item.name)))
@@ -398,7 +414,7 @@ class OpenModel:
             self.comparison = None
             self.grouping = TokenGrouping()
             self.recorded = None
-            self.revision += 1
+            self._open_revision()
 
     def set_classes(self, classes: Mapping[tuple[str, int], str]) -> None:
         """Store the user's head classes in the saved and the shown trace."""
@@ -428,7 +444,7 @@ class OpenModel:
             self.trace = shown
             self.grouping = grouping
             self.recorded = recorded if grouping.changes_anything else None
-            self.revision += 1
+            self._open_revision()
 
     def set_comparison(self, comparison: TraceComparison, trace: Trace) -> None:
         """Store a comparison of the open trace. Raises ValueError if another trace was opened

@@ -38,6 +38,7 @@ from .model_actions import TextTooLong, check_text_length
 from .model_worker import (
     ALL_JOBS,
     END_STATES,
+    OTHER_WINDOW,
     Job,
     ModelWorker,
     QueueFull,
@@ -58,7 +59,7 @@ EVENT_WAIT_SECONDS = 0.05  # between two looks for new events of a job
 MAX_REQUEST_SECONDS = 60.0
 MAX_JSON_DEPTH = 16
 OPENING_JOBS = ("text", "open")  # they replace what another window has opened
-OTHER_WINDOW = ValueError("error.otherWindow")  # a sentence of the page
+OUTDATED = ValueError("error.outdated")  # the window itself has opened another text
 BINARY = "application/octet-stream"
 
 
@@ -126,8 +127,10 @@ class ViewServer:
 
         async def endpoint(request: Request) -> Response:
             view = self.model.snapshot()
-            if is_outdated(request, view):
-                return error_response(409, OTHER_WINDOW)
+            window, revision = read_window(request)
+            if revision not in (None, view.revision):
+                is_other = view.is_other_window(window, revision)
+                return error_response(409, OTHER_WINDOW if is_other else OUTDATED)
             query = Query(view, request.query_params)
             with anyio.move_on_after(MAX_REQUEST_SECONDS):
                 try:
@@ -151,12 +154,15 @@ class ViewServer:
         try:
             body = parse_body(await _read_body(request))
             kind = str(body.pop("kind", None))
-            if kind not in OPENING_JOBS and is_outdated(request, self.model):
+            window, revision = read_window(request)
+            if kind in OPENING_JOBS:
+                revision = None
+            if self.model.is_other_window(window, revision):
                 return error_response(409, OTHER_WINDOW)
             if kind == "text":
                 parts = [text().get(self.model, name, body) for name in ("text", "source")]
                 check_text_length(self.model, *parts)
-            job = self.worker.submit(kind, body)
+            job = self.worker.submit(kind, body, window, revision)
         except QueueFull as error:
             return error_response(429, ValueError(str(error)))
         except TextTooLong as error:
@@ -216,9 +222,10 @@ class ViewServer:
         return Response(content, media_type=media_type, headers=headers)
 
 
-def is_outdated(request: Request, model: OpenModel) -> bool:
-    """True if the window that asks shows another revision than the open one."""
-    return request.headers.get("x-revision", str(model.revision)) != str(model.revision)
+def read_window(request: Request) -> tuple[str, int | None]:
+    """Return the name of the window that asks and the revision it shows; None if it names none."""
+    revision = request.headers.get("x-revision", "")
+    return request.headers.get("x-window", ""), int(revision) if revision.isdecimal() else None
 
 
 def parse_body(body: bytes) -> dict[str, Any]:

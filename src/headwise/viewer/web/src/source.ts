@@ -137,6 +137,10 @@ export interface DataSource {
 /** Whether another window of the server has opened another text than the one shown here. */
 export const otherWindow = signal(false);
 
+function noteOtherWindow(error: PageError | undefined): void {
+  if (error?.fact === "error.otherWindow") otherWindow.value = true;
+}
+
 const TYPES = { u8: Uint8Array, f32: Float32Array, i32: Int32Array } as const;
 
 export function decodeMessage(buffer: ArrayBuffer): Message {
@@ -165,6 +169,7 @@ export function takeToken(): string {
 export class LiveSource implements DataSource {
   readonly isLive = true;
   revision: number | null = null;
+  private readonly window = Math.random().toString(36).slice(2);
   constructor(private readonly token: string) {}
 
   private async request(path: string, options: RequestInit = {}): Promise<Response> {
@@ -172,7 +177,7 @@ export class LiveSource implements DataSource {
     try {
       response = await fetch(`/api/${path}`, {
         ...options,
-        headers: { ...options.headers, "X-Session-Token": this.token, ...(this.revision !== null && path !== "document" && { "X-Revision": String(this.revision) }) },
+        headers: { ...options.headers, "X-Session-Token": this.token, "X-Window": this.window, ...(this.revision !== null && path !== "document" && { "X-Revision": String(this.revision) }) },
       });
     } catch (error) {
       if (error instanceof DOMException && error.name === "AbortError") throw error;
@@ -180,7 +185,7 @@ export class LiveSource implements DataSource {
     }
     if (!response.ok) {
       const body = await response.json().catch(() => null);
-      if (body?.error?.fact === "error.otherWindow") otherWindow.value = true;
+      noteOtherWindow(body?.error);
       throw new RequestError(
         response.status,
         body?.error ?? (response.status === 401 ? { fact: "error.session", remedy: "error.sessionRemedy" } : { fact: `HTTP ${response.status}`, remedy: "" }),
@@ -217,6 +222,7 @@ export class LiveSource implements DataSource {
       last = event;
       onEvent(event);
     }
+    noteOtherWindow(last.error);
     if (last.state === "failed") throw new RequestError(500, last.error ?? { fact: "error.jobFailed", remedy: "" });
     if (last.state !== "done") throw new RequestError(499, { fact: last.note || "error.jobCancelled", remedy: "" });
     const answer = await this.request(`jobs/${job}/result`);

@@ -245,7 +245,8 @@ export async function loadDocument(): Promise<void> {
       };
     });
   } catch (error) {
-    if (!otherWindow.value) loadError.value = toPageError(error);
+    const problem = toPageError(error);
+    if (!otherWindow.value && problem.fact !== "error.outdated") loadError.value = problem;
   }
 }
 

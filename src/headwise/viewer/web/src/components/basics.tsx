@@ -166,6 +166,12 @@ export function groupByReason(entries: [name: string, reason: string][]): [reaso
   return [...found].map(([reason, names]) => [reason, names.join(", ")]);
 }
 
+/** A field for a whole number. What is typed counts at once, because a redraw of the page writes the number of `state` into the field. */
+export function WholeNumber({ min, max, state }: { min: number; max: number; state: { value: number } }): JSX.Element {
+  const take = (typed: number) => Number.isInteger(typed) && (state.value = Math.min(Math.max(typed, min), max));
+  return <input type="number" min={min} max={max} value={state.value} onInput={(event) => take(event.currentTarget.valueAsNumber)} />;
+}
+
 export function TableButton(): JSX.Element {
   return (
     <Button kind="quiet" aria-pressed={showsTable.value} onClick={() => (showsTable.value = !showsTable.value)}>{showsTable.value ? t("table.hide") : t("table.show")} <kbd class="hide-s">T</kbd></Button>
@@ -174,6 +180,7 @@ export function TableButton(): JSX.Element {
 
 export function ErrorNote({ fact, remedy, children, onRetry }: { fact: string; remedy: string; children?: ComponentChildren; onRetry?: () => void }): JSX.Element | null {
   if (fact === "error.otherWindow") return null; // the frame says it
+  if (fact === "error.outdated") return null; // the page asks again about its new text
   return (
     <div class="note bad" role="alert">
       <p class="b">{say(fact)}</p>

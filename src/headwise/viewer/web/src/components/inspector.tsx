@@ -7,6 +7,7 @@ import { classWord, format, formatInterval, measureMeaning, measureName, say, t,
 import { classesOf, firstHeads, headIndex, headName, isAblated, isMeasuring, measureOf, measures, moveHead, pinned, scale, screen, selectHead, selectedHead, selectedSite, site, thumbnails } from "../state";
 import { Button, Heatmap, Icon, PlainTable } from "./basics";
 import { Badge } from "./class_badge";
+import { evidenceText } from "./class_evidence";
 
 const SHOWN_MEASURES = ["entropy", "confidence", "distance", "sink", "previous", "self", "next", "duplicate", "induction", "rare", "importance"];
 
@@ -78,14 +79,15 @@ export function Inspector(): JSX.Element {
 /** The class of the selected head and what speaks for it. */
 export function HeadClass(): JSX.Element | null {
   if (!measures.value?.severalTexts) return null;
-  const best = classesOf(headIndex.value)[0];
+  const index = headIndex.value;
+  const best = classesOf(index)[0];
   return (
     <p class="row top evidence">
       <Badge name={best?.name} size={20} />
       <span>
         <b class="b">{classWord(best?.name)}</b>
         <br />
-        <span class="t2 sm">{best?.isOwn ? t("classify.isOwn") : best ? say(best.evidence) : t("inspector.noClass")}</span>
+        <span class="t2 sm">{best?.isOwn ? t("classify.isOwn") : evidenceText(index, best)}</span>
       </span>
     </p>
   );

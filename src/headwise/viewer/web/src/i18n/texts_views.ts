@@ -192,6 +192,8 @@ export const viewTexts = {
   "similar.about.outputs": ["{count} heads by the centred kernel alignment (CKA) of their outputs for the same tokens: 0 means equal up to rotation and scale, 1 unrelated.", "{count} 个头，按相同词元上输出的中心核对齐（CKA）比较：0 表示除旋转和缩放外相同，1 表示无关。"],
   "similar.about.circuits": ["{count} heads by the cosine of their OV circuits, the maps from what a head reads to what it writes: 0 means equal up to scale, 1 unrelated, 2 opposite.", "{count} 个头，按 OV 回路（从读入到写出的映射）的余弦比较：0 表示除缩放外相同，1 表示无关，2 表示相反。"],
   "similar.none": ["These heads cannot be compared in this way.", "无法以这种方式比较这些头。"],
+  "similar.pairTest": ["{found} of {pairs} pairs of heads are significantly more similar than chance; {chance} are expected (p = {p}).", "{pairs} 对头中有 {found} 对显著比随机更相似，随机情况下预期 {chance} 对（p = {p}）。"],
+  "similar.notShown": ["Not shown to be redundant:", "尚不能说明存在冗余："],
   "similar.clustersOnly": ["clusters: {count}", "簇：{count} 个"],
   "tree.title": ["Tree of clusters", "聚类树"],
   "tree.hint": ["Heads joined below the dashed line are one cluster. Drag the line to cut elsewhere.", "虚线以下合并的头属于同一簇。拖动虚线可改变切分。"],

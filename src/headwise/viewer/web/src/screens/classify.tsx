@@ -4,15 +4,13 @@ import { computed, useSignal } from "@preact/signals";
 import type { JSX } from "preact";
 import { Button, type Column, Meter, Panel, saveBlob, Toolbar } from "../components/basics";
 import { Badge, classLetter, className, LetterBadge, LETTERS, type Letter } from "../components/class_badge";
-import { ClassEvidence } from "../components/class_evidence";
+import { ClassEvidence, classMeasure, evidenceText } from "../components/class_evidence";
 import { DataTable } from "../components/data_table";
 import { MeasurePrompt } from "../components/shell";
-import { classWord, format, formatInterval, say, t, textCount } from "../i18n";
+import { classWord, format, formatInterval, t, textCount } from "../i18n";
 import { firstHeads, hasClasses, headIndex, headName, measuredClasses, measureOf, measures, ownClass, ownClasses, selectHead, setOwnClass, sites, type HeadClass } from "../state";
 import { between, toFlag, toList, urlSignal } from "../url_state";
 
-/** The measure that decides a class, where its name differs. Mirrors `head_classes.CLASS_RULES`. */
-const MEASURE_OF_CLASS: Record<string, string> = { "rare-token": "rare", broad: "breadth" };
 const CLASS_NAMES = ["sink", "separator", "previous", "self", "next", "duplicate", "induction", "punctuation", "rare-token", "broad", "alignment", "unclear"];
 
 interface Row {
@@ -42,20 +40,9 @@ function setThreshold(letter: Letter, score: number): void {
 /** The class of a row: the user's, else that by the measures. */
 const nameOf = (row: Row) => row.own ?? row.top?.name;
 
-/** The measure behind a class of a head; that of an alignment is the better of its conventions. */
-function measureName(index: number, name: string): string {
-  if (name === "alignment") {
-    const rows = ["alignment input", "alignment target"];
-    return rows.sort((a, b) => (measureOf(index, b) || 0) - (measureOf(index, a) || 0))[0]!;
-  }
-  const names = measures.value?.names ?? [];
-  const known = MEASURE_OF_CLASS[name] ?? name;
-  return names.includes(known) ? known : "offset";
-}
-
 /** An end of the interval of a class's measure on the scale of its score, which is linear in the measure. */
 function scoreOf(index: number, { name, score }: HeadClass, part: 1 | 2): number {
-  const measure = measureName(index, name);
+  const measure = classMeasure(index, name);
   const chance = score < 1 ? (measureOf(index, measure) - score) / (1 - score) : measureOf(index, measure, 3);
   return Math.min(Math.max((measureOf(index, measure, part) - chance) / (1 - chance), 0), 1);
 }
@@ -76,9 +63,8 @@ function readRows(): Row[] {
 }
 
 /** Why a head has its class: the user's word, the evidence, or that of the strongest candidate. */
-function evidence(row: Row, translate: (sentence: string) => string = say): string {
-  const found = row.top?.evidence ?? measuredClasses(row.index)[0]?.evidence;
-  const measured = found === undefined ? t("inspector.noClass") : translate(found);
+function evidence(row: Row): string {
+  const measured = evidenceText(row.index, row.top ?? measuredClasses(row.index)[0]);
   return row.own ? `${t("classify.isOwn")}; ${t("classify.byMeasures")}: ${row.top?.name ?? "unclear"}. ${measured}` : measured;
 }
 
@@ -94,7 +80,7 @@ export function ClassifyScreen(): JSX.Element {
       </Toolbar>
       <div class="classify">
         <ThresholdPanel rows={rows} />
-        <ClassEvidence measure={measureName} />
+        <ClassEvidence />
         <Panel class="class-table">
           <DataTable caption={t("screen.classify")} rows={shownRows.value} sort="score" isSelected={(row) => row.index === headIndex.value} onSelect={(row) => selectHead(row.site, row.head)} columns={tableColumns.value} />
         </Panel>
@@ -195,6 +181,6 @@ function OwnClass({ row, names }: { row: Row; names: string[] }): JSX.Element {
 /** The table as CSV, with the class by the measures beside the user's. */
 function csvOf(rows: Row[]): string {
   const quote = (value: string | number) => (typeof value === "number" ? (Number.isFinite(value) ? String(value) : "") : `"${value.replace(/"/g, '""')}"`);
-  const lines = rows.map((row) => [sites.value[row.site]!.name, row.head, nameOf(row) ?? "unclear", row.own ? "user" : "measures", row.top?.name ?? "unclear", row.top?.score ?? NaN, row.low, row.high, evidence(row, String)]);
+  const lines = rows.map((row) => [sites.value[row.site]!.name, row.head, nameOf(row) ?? "unclear", row.own ? "user" : "measures", row.top?.name ?? "unclear", row.top?.score ?? NaN, row.low, row.high, evidence(row)]);
   return [["site", "head", "class", "source", "measured_class", "score", "score_low", "score_high", "evidence"], ...lines].map((line) => line.map(quote).join(",")).join("\n") + "\n";
 }

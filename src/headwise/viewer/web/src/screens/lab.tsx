@@ -4,7 +4,7 @@ import { useSignalEffect } from "@preact/signals";
 import { useRef } from "preact/hooks";
 import type { JSX } from "preact";
 import { ablateReason, canRedo, canUndo, givenTexts, openTexts, redoAblation, setAblated, textLines, toggleAblated, undoAblation } from "../actions";
-import { Button, choices, Notes, Panel, Segmented, Toolbar } from "../components/basics";
+import { Button, choices, Notes, Panel, Segmented, Toolbar, WholeNumber } from "../components/basics";
 import { SwitchGrid } from "../components/switch_grid";
 import { streamWords, visibleToken } from "../components/tokens";
 import { say, t, type TextKey } from "../i18n";
@@ -69,7 +69,7 @@ function HeadsPanel(): JSX.Element {
       <TokenChoice />
       <label class="picker lab-how">
         <span>{t("lab.random")}</span>
-        <input type="number" min="0" max="20" value={randomSets.value} onChange={(event) => (randomSets.value = Math.min(Math.max(Math.round(Number(event.currentTarget.value)) || 0, 0), 20))} />
+        <WholeNumber min={0} max={20} state={randomSets} />
       </label>
     </Panel>
   );

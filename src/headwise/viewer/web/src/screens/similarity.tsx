@@ -9,7 +9,7 @@ import { Badge } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { Dendrogram, joinHeads } from "../components/dendrogram";
 import { streamName } from "../components/tokens";
-import { format, say, t } from "../i18n";
+import { format, t } from "../i18n";
 import { classesOf, doc, firstHeads, headName, isAblated, job, runJob, scale, screen, selectedHead, selectedSite, selectHead, showsTable, source, thumbnails } from "../state";
 import type { Message } from "../source";
 import { between, oneOf, urlSignal } from "../url_state";
@@ -17,13 +17,21 @@ import { between, oneOf, urlSignal } from "../url_state";
 const BASES = ["attention", "outputs", "circuits"] as const;
 type Basis = (typeof BASES)[number];
 
+/** How many of all pairs of heads are similar, and how many by chance. */
+interface PairTest {
+  found: number;
+  pairs: number;
+  chance: number;
+  p: number;
+}
+
 interface Group {
   by: Basis;
   streams: [string, string];
   heads: [number, number][];
   threshold: number;
   clustersByChance: number;
-  sentence: string;
+  pairTest?: PairTest; // of attention
   distances: Float32Array;
   points: Float32Array;
   merges: Float32Array;
@@ -126,6 +134,12 @@ function TextsPanel({ isOpen }: { isOpen: boolean }): JSX.Element {
   );
 }
 
+/** Whether heads are alike by more pairs than chance gives. */
+function pairsText({ found, pairs, chance, p }: PairTest): string {
+  const counts = t("similar.pairTest", { found, pairs, chance: format(chance), p: format(p) });
+  return p < 0.05 ? counts : `${t("similar.notShown")} ${counts}`;
+}
+
 function GroupView({ group, threshold, onCut }: { group: Group; threshold: number; onCut: (value: number) => void }): JSX.Element {
   const count = group.heads.length;
   const { members } = joinHeads(count, group.merges, threshold);
@@ -142,7 +156,7 @@ function GroupView({ group, threshold, onCut }: { group: Group; threshold: numbe
   };
   return (
     <div class="stack similar">
-      <p>{group.by === "attention" ? say(group.sentence) : t(`similar.about.${group.by}`, { count })}</p>
+      <p>{group.pairTest ? pairsText(group.pairTest) : t(`similar.about.${group.by as "outputs" | "circuits"}`, { count })}</p>
       <NearestHeads group={group} name={name} />
       <div class="toolbar">
         <Slider label={t("similar.cut", { value: format(threshold), unit })} min={0} max={most} step={most / 200} value={threshold} onInput={onCut} />

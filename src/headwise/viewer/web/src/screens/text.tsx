@@ -6,7 +6,7 @@ import type { JSX } from "preact";
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import { generateText } from "../actions";
 import { cssRamp, rampPosition, themeVersion } from "../canvas/colors";
-import { bind, Button, choices, ErrorNote, Panel, Segmented, Select, TableButton } from "../components/basics";
+import { bind, Button, choices, ErrorNote, Panel, Segmented, Select, TableButton, WholeNumber } from "../components/basics";
 import { DataTable } from "../components/data_table";
 import { StrongestPairs } from "../components/token_lines";
 import { MAX_CELLS, strongestQuery, type TileState } from "../components/head_data";
@@ -283,7 +283,7 @@ function Generation(): JSX.Element | null {
     <div class="row wrap" data-testid="generation">
       <label class="picker">
         <span>{t("text.newTokens")}</span>
-        <input type="number" min="1" max="64" value={count.value} onChange={(event) => (count.value = Math.min(Math.max(Math.round(Number(event.currentTarget.value)) || 1, 1), 64))} />
+        <WholeNumber min={1} max={64} state={count} />
       </label>
       <Button aria-disabled={job.value !== null} onClick={() => job.value === null && void generateText(count.value)}>{t("text.generate")}</Button>
       {made && (
