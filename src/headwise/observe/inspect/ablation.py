@@ -1,5 +1,5 @@
-"""Ablate and patch heads while a model runs: scale their outputs, or replace them by vectors, other
-rows or noise.
+"""Ablate and patch heads while a model runs: scale their outputs, or replace outputs, queries,
+keys, values or weights by vectors, other rows or noise.
 
 `ablate` and `patch` make an `OutputEditor` for each attention layer, and `hook_sites` installs it
 through the adapter of the layer, which calls it with the head outputs before the output projection.
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...util.errors import pluralise
+from ...util.errors import check_known, pluralise
 from ..head_names import parse_heads
 from .attention_sites import check_found, find_attention
 from .hooks import AttentionHook, SiteModule, hook_sites
-from .site import Site, Sites
+from .site import HEAD_PARTS, OUTPUT, PATTERN, HeadVectors, Site, Sites
 
 MAX_SEED = 2**31
 
@@ -31,22 +31,25 @@ MAX_SEED = 2**31
 class HeadCall(NamedTuple):
     """Describe one head in one forward call.
 
-    Holds its output [B, T, head_dim], and the tokens [B, T] to patch (None: all).
+    Holds its output [B, T, head_dim], and the tokens [B, T] to patch (None: all). If another part
+    of the head is patched, `output` is this part: q, k, v, or the pattern [B, T, keys].
     """
 
     site: str
     head: int
     output: Tensor
     token_mask: Tensor | None
+    part: str = OUTPUT
 
     def check_width(self, value: Tensor) -> None:
         """Raise unless the last axis of a value has the channels of the output."""
         width = self.output.shape[-1]
         if value.shape[-1] != width:
-            raise ValueError(
-                f"heads of {self.site} output {width} channels, not {value.shape[-1]}; give a "
-                f"vector of {width}"
-            )
+            fact = f"heads of {self.site} output {width} channels, not {value.shape[-1]}"
+            if self.part != OUTPUT:
+                unit = "keys" if self.part == PATTERN else "channels"
+                fact = f"{self.part} of {self.site} has {width} {unit}, not {value.shape[-1]}"
+            raise ValueError(f"{fact}; give a vector of {width}")
 
     @property
     def patched_vectors(self) -> Tensor:
@@ -257,49 +260,76 @@ TokenSelection = (
 
 
 class OutputEditor(AttentionHook):
-    """Replace the outputs of some heads of a site, at the given tokens or at all."""
+    """Replace one part of some heads of a site, at the given tokens or at all."""
 
-    def __init__(self, site: str, patches: Mapping[int, HeadPatch], tokens: TokenSelection) -> None:
+    def __init__(
+        self,
+        site: str,
+        patches: Mapping[int, HeadPatch],
+        tokens: TokenSelection = None,
+        part: str = OUTPUT,
+    ) -> None:
         self.site = site
         self.tokens = tokens
+        self.part = part
         self.patches = patches
         self.generators = {
             head: patch.make_generator(site, head) for head, patch in patches.items()
         }
 
-    def on_head_outputs(self, outputs: Tensor) -> Tensor:
+    @property
+    def needs_vectors(self) -> bool:
+        return self.part != OUTPUT
+
+    def on_vectors(self, vectors: HeadVectors) -> None:
+        """Apply the patches to queries, keys, values or weights."""
+        self._check_heads(vectors.num_heads)
+        for head in self.patches:
+            vectors.replace(self.part, head, self._patch(head, vectors.get(self.part, head)))
+
+    def on_head_outputs(self, outputs: Tensor) -> Tensor | None:
         """Apply the patches to head outputs [..., heads, head_dim]."""
-        count = outputs.shape[-2]
+        if self.needs_vectors:
+            return None
+        self._check_heads(outputs.shape[-2])
+        edited = outputs.clone()
+        for head in self.patches:
+            edited[..., head, :] = self._patch(head, outputs[..., head, :])
+        return edited
+
+    def _patch(self, head: int, output: Tensor) -> Tensor:
+        """Return the part of a head [B, T, width] with the patched tokens."""
+        token_mask = make_token_mask(self.site, self.tokens, output)
+        head_call = HeadCall(self.site, head, output, token_mask, self.part)
+        patched = self.patches[head].compute(head_call, self.generators[head])
+        if token_mask is None:
+            return patched
+        return torch.where(token_mask[..., None], patched, output)
+
+    def _check_heads(self, count: int) -> None:
         wrong = [head for head in self.patches if head >= count]
         if wrong:
             raise ValueError(f"{self.site} has no head {wrong[0]}; give heads in 0..{count - 1}")
-        edited = outputs.clone()
-        token_mask = make_token_mask(self.site, self.tokens, outputs)
-        for head, patch in self.patches.items():
-            output = outputs[..., head, :]
-            head_call = HeadCall(self.site, head, output, token_mask)
-            patched = patch.compute(head_call, self.generators[head])
-            if token_mask is not None:
-                patched = torch.where(token_mask[..., None], patched, output)
-            edited[..., head, :] = patched
-        return edited
 
 
-def make_token_mask(site: str, tokens: TokenSelection, outputs: Tensor) -> Tensor | None:
-    """Make a boolean mask of the selected tokens of a call, [B or 1, T or 1]; None selects all."""
+def make_token_mask(site: str, tokens: TokenSelection, output: Tensor) -> Tensor | None:
+    """Make a boolean mask of the selected tokens of a call, [B or 1, T or 1]; None selects all.
+
+    `output` is that of one head, [B, T, width].
+    """
     if tokens is None:
         return None
     if isinstance(tokens, Tensor):
-        check_shape(site, tokens, outputs[..., 0, :])
-        return tokens.to(outputs.device)
-    count = outputs.shape[1]
+        check_shape(site, tokens, output)
+        return tokens.to(output.device)
+    count = output.shape[1]
     wrong = [column for column in tokens if not -count <= column < count]
     if wrong:
         raise ValueError(
             f"{site} gets {count} tokens, none of them has index {wrong[0]}; give indices in "
             f"{-count}..{count - 1}"
         )
-    mask = torch.zeros(1, count, dtype=torch.bool, device=outputs.device)
+    mask = torch.zeros(1, count, dtype=torch.bool, device=output.device)
     mask[:, list(tokens)] = True
     return mask
 
@@ -373,12 +403,22 @@ def ablate(
 
 
 def patch(
-    model: nn.Module, values: Mapping[HeadRef, Tensor | HeadPatch], *, tokens: TokenSelection = None
+    model: nn.Module,
+    values: Mapping[HeadRef, Tensor | HeadPatch],
+    *,
+    part: str = OUTPUT,
+    tokens: TokenSelection = None,
 ) -> EditedHeads:
     """Context in which the outputs of these heads are replaced, at `tokens` (default: all).
 
     A value is a vector [head_dim], such as a mean over data; one for each token [B, T, head_dim],
     such as the outputs for another text; `hw.Resample`, or `hw.Noise`.
+
+    With `part` "q", "k" or "v", the queries, keys or values of these heads are replaced as the
+    attention function gets them, after rotary embeddings; with "pattern", their attention weights
+    [B, T, keys]. `hw.head_outputs` returns them for another text. Keys and values of one head are
+    what this query head alone reads: other heads of its key-value group keep theirs. `tokens` are
+    then the keys of "k" and "v", and else the queries.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -396,7 +436,7 @@ def patch(
             "5): vector}"
         )
     patches = {head: _make_patch(head, value) for head, value in values.items()}
-    return EditedHeads(model, patches, tokens)
+    return EditedHeads(model, patches, tokens, part)
 
 
 class EditedHeads:
@@ -407,8 +447,13 @@ class EditedHeads:
     _is_unused = False
 
     def __init__(
-        self, model: nn.Module, patches: Mapping[HeadRef, HeadPatch], tokens: TokenSelection
+        self,
+        model: nn.Module,
+        patches: Mapping[HeadRef, HeadPatch],
+        tokens: TokenSelection,
+        part: str = OUTPUT,
     ) -> None:
+        check_known("part", part, HEAD_PARTS)
         if isinstance(tokens, Tensor):
             is_valid = tokens.dim() == 2 and tokens.dtype == torch.bool
         else:
@@ -421,19 +466,18 @@ class EditedHeads:
             )
         self._model = model
         self._tokens = tokens
+        self._part = part
         self._site_modules = find_attention(model)
         self._patches: dict[str, dict[int, HeadPatch]] = {}
         for name, heads in group_by_site(model, self._site_modules, patches).items():
-            site = next(one.site for one in self._site_modules if one.site.name == name)
-            if not site.ablate.possible:
-                raise ValueError(f"{name} cannot be ablated: {site.ablate.reason}")
+            check_part(next(one for one in self._site_modules if one.site.name == name), part)
             self._patches[name] = {head: patches[ref] for head, ref in heads.items()}
         self._is_unused = True
 
     def __enter__(self) -> None:
         self._is_unused = False
         editors = {
-            name: OutputEditor(name, site_patches, self._tokens)
+            name: OutputEditor(name, site_patches, self._tokens, self._part)
             for name, site_patches in self._patches.items()
         }
         self._context = hook_sites(self._model, self._site_modules, editors)
@@ -453,6 +497,26 @@ class EditedHeads:
             warnings.warn(
                 f"{self!r} was never entered; write with ...: before the run", stacklevel=2
             )
+
+
+VECTOR_ADAPTERS = ("headwise", "transformers")  # their layers pass q, k and v to a function
+
+
+def check_part(site_module: SiteModule, part: str, participle: str = "ablated") -> None:
+    """Raise unless this part of heads of a site can be read and replaced."""
+    site = site_module.site
+    if part == OUTPUT:
+        if not site.ablate.possible:
+            raise ValueError(f"{site.name} cannot be {participle}: {site.ablate.reason}")
+        return
+    reason = site.observe.reason
+    if not reason and site_module.adapter not in VECTOR_ADAPTERS:
+        reason = (
+            "it neither is hw.Attention nor uses the attention interface of transformers; patch "
+            "the outputs of its heads"
+        )
+    if reason:
+        raise ValueError(f"{part} of {site.name} cannot be replaced: {reason}")
 
 
 def group_by_site(

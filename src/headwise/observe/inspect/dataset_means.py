@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 
 from ...attention.masking.sequence_info import SequenceInfo
 from ...util.errors import check_known
-from .ablation import ALL_HEADS, HeadRef, Noise, check_shape, group_by_site
+from .ablation import ALL_HEADS, HeadRef, Noise, check_part, check_shape, group_by_site
 from .attention_sites import find_attention, find_attention_in_run
-from .hooks import OutputHook, hook_sites
+from .hooks import AttentionHook, hook_sites
 from .model_inputs import INPUT_KINDS, ModelInputs, check_eval_mode, prepare_inputs
-from .site import Site
+from .site import HEAD_PARTS, OUTPUT, HeadVectors, Site
 
 TokenMasks = Mapping[str, Tensor]  # stack -> mask [B, T] of the tokens that count (missing: all)
 HeadsBySite = Mapping[str, Sequence[int]]
@@ -29,11 +30,13 @@ def observe_dataset(
     heads: Iterable[HeadRef] | None,
     observe: ObserveOutputs,
     tokenizer: object = None,
+    part: str = OUTPUT,
 ) -> HeadsBySite:
-    """Run the model over all batches and observe these heads (default: all).
+    """Run the model over all batches and observe one part of these heads (default: all).
 
     Returns their numbers by site.
     """
+    check_known("part", part, HEAD_PARTS)
     is_single = isinstance(batches, (Tensor, Mapping, str)) or (
         isinstance(batches, tuple) and bool(batches) and isinstance(batches[0], Tensor)
     )
@@ -55,9 +58,9 @@ def observe_dataset(
         )
     numbers = {name: tuple(of_site) for name, of_site in heads_by_site.items()}
     sites = [site_module.site for site_module in site_modules]
-    for site in sites:
-        if site.name in numbers and not site.ablate.possible:
-            raise ValueError(f"{site.name} cannot be observed: {site.ablate.reason}")
+    for site_module in site_modules:
+        if site_module.site.name in numbers:
+            check_part(site_module, part, "observed")
     stacks = {site.stack for site in sites}
     masks: TokenMasks = {}
 
@@ -73,8 +76,11 @@ def observe_dataset(
             token_mask &= masks[site.stack].to(outputs.device)
         observe(site.name, selected, token_mask)
 
-    observers = {one.name: OutputHook(partial(on_outputs, one)) for one in sites}
-    observers = {name: observers[name] for name in numbers}
+    observers = {
+        one.name: PartObserver(part, partial(on_outputs, one))
+        for one in sites
+        if one.name in numbers
+    }
     num_batches = 0
     with torch.no_grad(), hook_sites(model, site_modules, observers) as hooks:
         for batch in batches:
@@ -87,6 +93,26 @@ def observe_dataset(
     if not num_batches:
         raise ValueError("no batches given; give at least one")
     return numbers
+
+
+@dataclass(frozen=True, eq=False)
+class PartObserver(AttentionHook):
+    """Pass one part of all heads, [B, T, heads, width], to a function."""
+
+    part: str
+    function: Callable[[Tensor], None]
+
+    @property
+    def needs_vectors(self) -> bool:
+        return self.part != OUTPUT
+
+    def on_vectors(self, vectors: HeadVectors, /) -> None:
+        heads = range(vectors.num_heads)
+        self.function(torch.stack([vectors.get(self.part, head) for head in heads], 2))
+
+    def on_head_outputs(self, outputs: Tensor, /) -> None:
+        if self.part == OUTPUT:
+            self.function(outputs)
 
 
 def _split_mask(batch: Any) -> tuple[Any, Any]:
@@ -198,11 +224,13 @@ def head_outputs(
     inputs: Any,
     heads: Iterable[HeadRef] | None = None,
     *,
+    part: str = OUTPUT,
     tokenizer: object = None,
 ) -> dict[HeadRef, Tensor]:
     """Return outputs of each head for one input, [B, T, head_dim], before the output projection.
 
-    Inputs and `tokenizer` as in `run_model`.
+    With another `part`, queries "q", keys "k", values "v" or weights "pattern" [B, T, keys], as
+    `hw.patch` replaces them. Inputs and `tokenizer` as in `run_model`.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -210,6 +238,10 @@ def head_outputs(
     >>> other = head_outputs(net, torch.tensor([[3, 1, 4]]), [(0, 1)])
     >>> with hw.patch(net, other):
     ...     _ = net(torch.tensor([[1, 5, 9]]))
+    >>> head_outputs(net, torch.tensor([[3, 1, 4]]), [(0, 1)], part="pattern")[
+    ...     "decoder.0.attention", 1
+    ... ].shape
+    torch.Size([1, 3, 3])
     """
     recorded: dict[str, Tensor] = {}
 
@@ -220,7 +252,8 @@ def head_outputs(
             )
         recorded[site] = outputs.clone()
 
-    return _by_head(observe_dataset(model, [(inputs, {})], heads, observe, tokenizer), recorded)
+    numbers = observe_dataset(model, [(inputs, {})], heads, observe, tokenizer, part)
+    return _by_head(numbers, recorded)
 
 
 def _by_head(numbers: HeadsBySite, values: Mapping[str, Tensor]) -> dict[HeadRef, Tensor]:

@@ -30,7 +30,7 @@ from ...models import Transformer
 from ...models.generation.decoding_config import DecodingConfig
 from ...models.generation.generate import generate
 from .model_inputs import ModelInputs, prepare_inputs
-from .site import ObservedCall, Site
+from .site import HeadVectors, ObservedCall, Site
 
 # --- Patches of methods that several users share --------------------------------------------------
 
@@ -174,15 +174,23 @@ def _run_override(override: ForwardOverride, run: Function, *args: Any, **kwargs
 
 
 class AttentionHook:
-    """Base class of observers of one attention layer; a subclass overrides one method or both."""
+    """Base class of observers of one attention layer; a subclass overrides one method or more."""
 
     @property
     def needs_call(self) -> bool:
         """Return True if `on_call` must be called."""
         return type(self).on_call is not AttentionHook.on_call
 
+    @property
+    def needs_vectors(self) -> bool:
+        """Return True if `on_vectors` must be called."""
+        return type(self).on_vectors is not AttentionHook.on_vectors
+
     def on_call(self, call: ObservedCall, /) -> None:
         """Observe the inputs of the attention."""
+
+    def on_vectors(self, vectors: HeadVectors, /) -> None:
+        """Read or replace queries, keys, values and weights of heads (`ablation.check_part`)."""
 
     def on_head_outputs(self, outputs: Tensor, /) -> Tensor | None:
         """Observe the head outputs [B, T, heads, head_dim] before the output projection; return a
@@ -216,6 +224,19 @@ def run_call_hooks(hooks: Sequence[AttentionHook], make_call: Callable[[], Obser
         call = make_call()
         for hook in observers:
             hook.on_call(call)
+
+
+def run_vector_hooks(
+    hooks: Sequence[AttentionHook], make_call: Callable[[], ObservedCall], outputs: Tensor
+) -> Tensor:
+    """Run the hooks that replace vectors of heads; return the outputs [B, T, H, V] after them."""
+    editors = [hook for hook in hooks if hook.needs_vectors]
+    if not editors:
+        return outputs
+    vectors = HeadVectors(make_call())
+    for hook in editors:
+        hook.on_vectors(vectors)
+    return vectors.edit_outputs(outputs)
 
 
 def run_output_hooks(hooks: Sequence[AttentionHook], outputs: Tensor) -> Tensor:
@@ -430,6 +451,16 @@ class SiteHook(AttentionHook):
                     "output projection with hw.declare"
                 )
         hook.on_call(call)
+
+    @property
+    def needs_vectors(self) -> bool:
+        return any(hook.needs_vectors for hook in self.hook_of_call.values())
+
+    def on_vectors(self, vectors: HeadVectors) -> None:
+        """Pass the vectors of heads to the hook of the current depth."""
+        hook = self.hook_of_call.get(self._call_index())
+        if hook is not None and hook.needs_vectors:
+            hook.on_vectors(vectors)
 
     def on_head_outputs(self, outputs: Tensor) -> Tensor | None:
         """Pass the outputs to the hook of the current depth."""

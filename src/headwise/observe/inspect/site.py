@@ -5,7 +5,7 @@ attention call of any model: its inputs, and the weights that follow from them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -413,3 +413,115 @@ class AttentionInputs(ObservedCall):
                 "instead"
             )
         return head, self.v_BSGV[:, :, self.kv_head_of(head)]
+
+
+# --- Vectors of single heads, which hooks may replace ---------------------------------------------
+
+OUTPUT = "output"  # of a head, before the output projection
+VECTOR_FIELDS = {"q": "q_BTHK", "k": "k_BSGK", "v": "v_BSGV"}
+PATTERN = "pattern"  # attention weights
+HEAD_PARTS = (*VECTOR_FIELDS, PATTERN, OUTPUT)
+
+
+class HeadVectors:
+    """Queries, keys, values and attention weights by query head in one call, which hooks may
+    replace.
+
+    Each head has keys and values of its own, also where several heads share them. So a change of
+    one head leaves the other heads of its group as they are.
+
+    >>> q, kv = torch.zeros(1, 2, 2, 3), torch.ones(1, 2, 1, 3)
+    >>> vectors = HeadVectors(AttentionInputs(q, kv, kv, 1.0))
+    >>> vectors.replace("v", 1, torch.zeros(1, 2, 3))
+    >>> vectors.edit_outputs(torch.ones(1, 2, 2, 3))[0, 0]
+    tensor([[1., 1., 1.],
+            [0., 0., 0.]])
+    """
+
+    def __init__(self, call: ObservedCall) -> None:
+        inputs = call.attention_inputs
+        if inputs is None:
+            reason = (
+                getattr(call, "unsupported", "") or "they are not a softmax of q k^T plus a mask"
+            )
+            raise ValueError(
+                f"cannot replace queries, keys, values and weights of heads, because the weights "
+                f"cannot be computed again: {reason}; patch the outputs of heads"
+            )
+        kv_heads = [inputs.kv_head_of(head) for head in range(inputs.q_BTHK.shape[2])]
+        self.inputs = replace(
+            inputs,
+            k_BSGK=inputs.k_BSGK[:, :, kv_heads],
+            v_BSGV=inputs.v_BSGV[:, :, kv_heads],
+            kv_head_of_query=None,
+        )
+        self.patterns: dict[int, Tensor] = {}
+        self.changed_heads: set[int] = set()
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        return self.inputs.q_BTHK.shape[2]
+
+    def get(self, part: str, head: int) -> Tensor:
+        """Return q [B, T, K], k [B, S, K], v [B, S, V] or the pattern [B, T, S] of a head."""
+        if part != PATTERN:
+            return getattr(self.inputs, VECTOR_FIELDS[part])[:, :, head]
+        return self._weights([head])[:, 0]
+
+    def replace(self, part: str, head: int, value: Tensor) -> None:
+        """Replace one part of a head; its output is computed again."""
+        self.changed_heads.add(head)
+        if part == PATTERN:
+            self.patterns[head] = value
+            return
+        field = VECTOR_FIELDS[part]
+        vectors = getattr(self.inputs, field).clone()
+        vectors[:, :, head] = value
+        self.inputs = replace(self.inputs, **{field: vectors})
+
+    def change_all(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change q, k and v [B, T, H, width] of all heads; all outputs are computed again."""
+        fields = VECTOR_FIELDS.values()
+        self.inputs = replace(
+            self.inputs, **{one: change(getattr(self.inputs, one)) for one in fields}
+        )
+        self.changed_heads.update(range(self.num_heads))
+
+    def edit_outputs(self, outputs: Tensor) -> Tensor:
+        """Return the head outputs [B, T, H, V] with those of changed heads computed again."""
+        heads = sorted(self.changed_heads)
+        if not heads:
+            return outputs
+        weights = self._weights(heads)
+        v_BHSV = self.inputs.v_BSGV[:, :, heads].transpose(1, 2).to(weights.dtype)
+        edited = outputs.clone()
+        edited[:, :, heads] = (weights @ v_BHSV).transpose(1, 2).to(outputs.dtype)
+        return edited
+
+    def _weights(self, heads: list[int]) -> Tensor:
+        """Return the attention weights of some heads, [B, heads, T, S]."""
+        inputs = self.inputs
+        sinks = inputs.sinks
+        weights = replace(
+            inputs,
+            q_BTHK=inputs.q_BTHK[:, :, heads],
+            k_BSGK=inputs.k_BSGK[:, :, heads],
+            v_BSGV=inputs.v_BSGV[:, :, heads],
+            mask=_take_heads(inputs.mask, heads),
+            bias=_take_heads(inputs.bias, heads),
+            sinks=None if sinks is None else sinks.flatten()[heads],
+        ).all_weights()
+        replaced = [(n, head) for n, head in enumerate(heads) if head in self.patterns]
+        if replaced:
+            weights = weights.clone()
+        for n, head in replaced:
+            weights[:, n] = self.patterns[head].to(weights.dtype)
+        return weights
+
+
+def _take_heads(mask: Tensor | None, heads: list[int]) -> Tensor | None:
+    """Return the part of a mask [..., heads or 1, T, S] that belongs to some heads."""
+    if mask is None or mask.dim() < 3 or mask.shape[-3] == 1:
+        return mask
+    return mask[..., heads, :, :]

@@ -35,6 +35,7 @@ from ..hooks import (
     patch_method,
     run_call_hooks,
     run_output_hooks,
+    run_vector_hooks,
 )
 from ..site import ALL, POSSIBLE, Ability, AttentionInputs, ObservedCall
 from .declarations import get_declaration
@@ -113,8 +114,10 @@ def _call_with_hooks(
     hooks = get_hooks(module)
     if not hooks:
         return function(module, *args, **kwargs)
-    run_call_hooks(hooks, partial(inputs_of_call, name, module, args, kwargs))
+    make_call = partial(inputs_of_call, name, module, args, kwargs)
+    run_call_hooks(hooks, make_call)
     z, *rest = function(module, *args, **kwargs)
+    z = run_vector_hooks(hooks, make_call, z)
     return edit_behind_function(module, hooks, z), *rest
 
 
@@ -399,8 +402,10 @@ def _wrap_head_outputs(original: Function) -> Function:
 
 def _wrap_attend(original: Function) -> Function:
     def attend(self: Attention, call: PlannedCall, inputs: CoreInputs) -> Tensor:
-        run_call_hooks(get_hooks(self), partial(HeadwiseCall, call.plan.signature, inputs))
-        return original(self, call, inputs)
+        hooks = get_hooks(self)
+        make_call = partial(HeadwiseCall, call.plan.signature, inputs)
+        run_call_hooks(hooks, make_call)
+        return run_vector_hooks(hooks, make_call, original(self, call, inputs))
 
     return attend
 
