@@ -19,6 +19,9 @@ redundant.
   `rank_analysis` measures spectra and rank collapse.
 - One text: `attention_maps` has weights, norm-weighted attention, rollout and aggregates over heads
   and layers, and what each head adds to a logit.
+- Causes: `circuit_graph` runs a model with nodes replaced or frozen, `circuit_metrics` has the
+  metrics of the logits, `path_patching` and `attribution_patching` the effects of paths and heads,
+  `edge_attribution` the graph of all edges and its circuits.
 - Numbers: `model_steps` has every step of one head for one query, from the residual stream to the
   residual stream.
 - Statistics: `resampling` has intervals, t tests and permutation tests.
@@ -31,14 +34,22 @@ from typing import TYPE_CHECKING
 from ...util.lazy_names import import_lazily
 
 if TYPE_CHECKING:
+    from .attribution_patching import attribute_heads
+    from .circuit_metrics import TokenMetric
+    from .edge_attribution import attribute_edges
     from .head_circuits import make_random_baseline
     from .head_classes import classify_heads
+    from .path_patching import patch_paths
     from .rank_analysis import measure_qk_spectra
 
 _MODULE_OF_NAME = {
+    "TokenMetric": "circuit_metrics",
+    "attribute_edges": "edge_attribution",
+    "attribute_heads": "attribution_patching",
     "classify_heads": "head_classes",
     "make_random_baseline": "head_circuits",
     "measure_qk_spectra": "rank_analysis",
+    "patch_paths": "path_patching",
 }
 __all__ = sorted(_MODULE_OF_NAME)
 __getattr__ = import_lazily(__name__, _MODULE_OF_NAME)

@@ -1,0 +1,420 @@
+"""The nodes of a model's computation: heads, MLPs, embeddings and logits; and runs in which the
+outputs or the inputs of some of them are replaced.
+
+A node reads the residual stream and adds to it. A head reads it three times, as queries, keys and
+values. In a run, nodes are frozen by replacing their outputs, so that a change reaches the inputs
+of others along direct paths alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ...util.errors import check_known
+from ..head_names import find_layer, parse_heads, print_head
+from ..inspect.ablation import check_part
+from ..inspect.attention_sites import require_ability
+from ..inspect.hooks import (
+    AttentionHook,
+    ForwardOverride,
+    Function,
+    hook_sites,
+    override_forwards,
+    run_prepared,
+)
+from ..inspect.model_inputs import ModelInputs, prepare_inputs
+from ..inspect.site import VECTOR_FIELDS, HeadVectors, Sites
+from .importance_methods import BLOCK_PATH
+from .objectives import get_output_tensor
+
+HEAD, MLP, EMBEDDING, LOGITS = "head", "mlp", "embedding", "logits"
+INPUTS_OF_HEAD = tuple(VECTOR_FIELDS)  # q, k, v
+
+
+class Node(NamedTuple):
+    """A head, an MLP, the embeddings or the logits.
+
+    `place` is the site of a head, or the path of the block of an MLP; `part` is q, k or v if the
+    node is what a head reads.
+    """
+
+    kind: str
+    place: str = ""
+    head: int = 0
+    part: str = ""
+
+    @property
+    def sender(self) -> Node:
+        """The node that is computed from this input."""
+        return self._replace(part="")
+
+
+# --- MLPs -----------------------------------------------------------------------------------------
+
+# Paths in a block of the modules that read the input of the MLP and return its output.
+MLP_MODULES = (
+    (r"feed|mlp|feed_forward|ffn|block_sparse_moe|moe|layer\.\d+\.DenseReluDense", r"\1"),
+    (r"intermediate", "output.dense"),
+    (r"fc1", "fc2"),
+)
+
+
+class MLPModule(NamedTuple):
+    """The MLP of one block: the module that reads its input, and that which returns its output."""
+
+    path: str
+    reader: nn.Module
+    writer: nn.Module
+
+
+def find_mlps(model: nn.Module, blocks: Sequence[str]) -> dict[str, MLPModule]:
+    """Return the MLP of each block of these paths; blocks without a known one are left out."""
+    mlps: dict[str, MLPModule] = {}
+    for path in blocks:
+        block = model.get_submodule(path)
+        modules = dict(block.named_modules())
+        for reader, writer in MLP_MODULES:
+            names = [name for name in modules if re.fullmatch(reader, name)]
+            ends = [names[0] if writer == r"\1" else writer] if names else []
+            if ends and ends[0] in modules:
+                mlps[path] = MLPModule(path, modules[names[0]], modules[ends[0]])
+                break
+    return mlps
+
+
+def require_gradient(tensor: Tensor) -> Tensor:
+    """Return a tensor that is part of a graph: itself, or a leaf with its values."""
+    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+
+
+# --- One run --------------------------------------------------------------------------------------
+
+
+@dataclass
+class NodeRun:
+    """Replacements and records of one run, by node.
+
+    `outputs` replaces the outputs of all heads of a site [B, T, H, V], of the MLP of a block, or of
+    the embeddings (""), and `inputs` what single nodes read. Recorded are the logits, the outputs
+    by the same keys, the inputs of MLPs by block, and the vectors of heads at `vector_sites`. With
+    `tracks_gradients`, what is recorded is part of the graph of the logits.
+    """
+
+    outputs: Mapping[str, Tensor | Callable[[Tensor], Tensor]] = field(
+        default_factory=dict[str, Any]
+    )
+    inputs: Mapping[Node, Tensor] = field(default_factory=dict[Node, Tensor])
+    vector_sites: Collection[str] = ()
+    tracks_gradients: bool = False
+    logits: Any = None
+    recorded: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    vectors: dict[str, HeadVectors] = field(default_factory=dict[str, HeadVectors])
+    mlp_inputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def write(self, place: str, output: Tensor) -> Tensor:
+        """Record the output of a place, and return what replaces it."""
+        replacement = self.outputs.get(place)
+        if replacement is not None:
+            output = replacement(output) if callable(replacement) else replacement
+        if self.tracks_gradients:
+            output = require_gradient(output)
+        self.recorded[place] = output
+        return output
+
+    def read(self, node: Node) -> Tensor:
+        """Return what a node read in this run."""
+        if node.kind == MLP:
+            return self.mlp_inputs[node.place]
+        return self.vectors[node.place].get(node.part, node.head)
+
+
+class SiteRun(AttentionHook):
+    """Replace and record the heads of one site in a run."""
+
+    def __init__(self, run: NodeRun, site: str) -> None:
+        self.run = run
+        self.site = site
+
+    @property
+    def needs_vectors(self) -> bool:
+        return self.site in self.run.vector_sites
+
+    def on_vectors(self, vectors: HeadVectors, /) -> None:
+        for node, value in self.run.inputs.items():
+            if node.kind == HEAD and node.place == self.site:
+                vectors.replace(node.part, node.head, value)
+        if self.run.tracks_gradients:
+            vectors.change_all(require_gradient)
+        self.run.vectors[self.site] = vectors
+
+    def on_head_outputs(self, outputs: Tensor, /) -> Tensor:
+        return self.run.write(self.site, outputs)
+
+
+def _read_input(
+    node_run: NodeRun, place: str, module: nn.Module, run: Function, args: Any, kwargs: Any
+) -> Any:
+    def read(value: Tensor) -> Tensor:
+        value = node_run.inputs.get(Node(MLP, place), value)
+        if node_run.tracks_gradients:
+            # a view of its own: other modules may read the same tensor
+            value = require_gradient(value).view_as(value)
+        node_run.mlp_inputs[place] = value
+        return node_run.mlp_inputs[place]
+
+    return _run_with_first(read, run, args, kwargs)
+
+
+def _write_output(
+    node_run: NodeRun, place: str, module: nn.Module, run: Function, args: Any, kwargs: Any
+) -> Any:
+    output = run(*args, **kwargs)
+    if isinstance(output, Tensor):
+        return node_run.write(place, output)
+    return (node_run.write(place, output[0]), *output[1:])
+
+
+def _write_embedding(
+    node_run: NodeRun, module: nn.Module, run: Function, args: Any, kwargs: Any
+) -> Any:
+    return _run_with_first(partial(node_run.write, ""), run, args, kwargs)
+
+
+def _run_with_first(
+    change: Callable[[Tensor], Tensor], run: Function, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Run a module with a change of its first argument, which may be given by name."""
+    if args:
+        return run(change(args[0]), *args[1:], **kwargs)
+    name = next(iter(kwargs))
+    return run(**{**kwargs, name: change(kwargs[name])})
+
+
+class CircuitModel:
+    """A model as nodes: its heads, its MLPs, the embeddings that enter the first block, the logits.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> nodes = CircuitModel(hw.build(hw.families.read_model_spec(config), seed=0).eval())
+    >>> [nodes.name(node) for node in nodes.senders]
+    ['embedding', 'L0H0', 'L0H1', 'M0']
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.site_modules = require_ability(model, "ablate")
+        self.site_names = [one.site.name for one in self.site_modules]
+        paths = [BLOCK_PATH.match(one.site.path) for one in self.site_modules]
+        self.block_of_site = {
+            name: path[0] for name, path in zip(self.site_names, paths, strict=True) if path
+        }
+        blocks = list(dict.fromkeys(self.block_of_site.values()))
+        self.mlps = find_mlps(model, blocks)
+        # blocks without attention have MLPs too
+        parents = list(dict.fromkeys(path.rpartition(".")[0] for path in blocks))
+        for parent in parents:
+            children = model.get_submodule(parent).named_children()
+            more = [f"{parent}.{name}".strip(".") for name, _ in children if name.isdigit()]
+            self.mlps |= find_mlps(model, [path for path in more if path not in blocks])
+        self.parents = parents
+        self.blocks = blocks
+
+    @cached_property
+    def first_block(self) -> nn.Module:
+        """The block that the embeddings enter; raise if the model has not one row of blocks."""
+        if len(self.parents) != 1:
+            raise ValueError(
+                f"{type(self.model).__name__} has {len(self.parents)} stacks of layers, and a "
+                "graph needs one residual stream; patch paths between heads instead"
+            )
+        return self._layers[0]
+
+    @property
+    def last_block(self) -> nn.Module:
+        """The last block of the one row of blocks."""
+        return self._layers[-1]
+
+    @property
+    def _layers(self) -> list[nn.Module]:
+        children = self.model.get_submodule(self.parents[0]).named_children()
+        return [child for name, child in children if name.isdigit()]
+
+    @cached_property
+    def senders(self) -> list[Node]:
+        """All nodes that add to the residual stream, in the order of the layers."""
+        nodes = [Node(EMBEDDING)]
+        places = [*self.block_of_site.items()]
+        paths = {*self.blocks, *self.mlps}
+        names = [path for path, _ in self.model.named_modules() if path in paths]
+        for block in names:
+            for one in self.site_modules:
+                if (one.site.name, block) in places:
+                    nodes += [Node(HEAD, one.site.name, head) for head in range(one.site.heads)]
+            if block in self.mlps:
+                nodes.append(Node(MLP, block))
+        return nodes
+
+    @cached_property
+    def vector_sites(self) -> frozenset[str]:
+        """The sites where queries, keys and values of heads can be replaced."""
+        names: set[str] = set()
+        for one in self.site_modules:
+            try:
+                check_part(one, INPUTS_OF_HEAD[0])
+            except ValueError:
+                continue
+            names.add(one.site.name)
+        return frozenset(names)
+
+    @property
+    def heads(self) -> list[Node]:
+        """All heads, in the order of the layers."""
+        return [node for node in self.senders if node.kind == HEAD]
+
+    @property
+    def receivers(self) -> list[Node]:
+        """All inputs of nodes: q, k and v of each head, the MLPs, and the logits."""
+        nodes: list[Node] = []
+        for node in self.senders:
+            if node.kind == HEAD:
+                nodes += [node._replace(part=part) for part in INPUTS_OF_HEAD]
+            elif node.kind == MLP:
+                nodes.append(node)
+        return [*nodes, Node(LOGITS)]
+
+    def name(self, node: Node) -> str:
+        """Return the short name of a node, such as L0H3, L0H3.q, M0, embedding or logits."""
+        if node.kind == HEAD:
+            name = print_head(node.place, node.head, self.site_names)
+            return f"{name}.{node.part}" if node.part else name
+        if node.kind == MLP:
+            return f"M{node.place.rpartition('.')[2]}"
+        return node.kind
+
+    def names(self, nodes: Iterable[Node]) -> tuple[str, ...]:
+        """Return the short names of nodes."""
+        return tuple(map(self.name, nodes))
+
+    def find(self, name: str) -> list[Node]:
+        """Return the nodes of a name; L0:1,2 are two heads."""
+        if name in (EMBEDDING, LOGITS):
+            return [Node(name)]
+        mlps = {self.name(Node(MLP, path)): Node(MLP, path) for path in self.mlps}
+        if re.fullmatch(r"M\d+", name):
+            if name not in mlps:
+                raise ValueError(
+                    f"{type(self.model).__name__} has no MLP {name}; it has "
+                    f"{', '.join(mlps) or 'none that headwise finds'}"
+                )
+            return [mlps[name]]
+        heads, dot, part = name.rpartition(".")
+        if not dot or part not in INPUTS_OF_HEAD:
+            heads, part = name, ""
+        layer, numbers = parse_heads(heads)
+        sites = Sites([one.site for one in self.site_modules], type(self.model).__name__)
+        site = find_layer(layer, sites, sites.model)
+        wrong = [number for number in numbers if number >= site.heads]
+        if wrong:
+            raise ValueError(
+                f"{site.name} has no head {wrong[0]}; give heads in 0..{site.heads - 1}"
+            )
+        return [Node(HEAD, site.name, number, part) for number in numbers]
+
+    def find_all(self, names: Iterable[str] | str) -> list[Node]:
+        """Return the nodes of several names."""
+        listed = [names] if isinstance(names, str) else names
+        nodes: list[Node] = []
+        for name in listed:
+            nodes += self.find(name)
+        return nodes
+
+    def check_inputs_of_heads(self, sites: Iterable[str] | None = None) -> None:
+        """Raise unless queries, keys and values of these sites (default: all) can be replaced."""
+        chosen = self.site_names if sites is None else list(sites)
+        for one in self.site_modules:
+            if one.site.name in chosen:
+                check_part(one, INPUTS_OF_HEAD[0])
+
+    def check_all_mlps(self) -> None:
+        """Raise unless the MLP of every block is known, or the block has attention alone."""
+        for one in self.site_modules:
+            block = self.block_of_site.get(one.site.name, "")
+            if block in self.mlps:
+                continue
+            attention = one.site.path.removeprefix(f"{block}.").partition(".")[0]
+            others = [
+                name
+                for name, parameter in self.model.get_submodule(block).named_parameters()
+                if parameter.dim() > 1 and not name.startswith(f"{attention}.")
+            ]
+            if others:
+                raise ValueError(
+                    f"headwise finds no MLP in {block or 'the model'} of "
+                    f"{type(self.model).__name__}, but weights such as {others[0]}, so MLPs cannot "
+                    "be frozen; patch paths with free MLPs"
+                )
+
+    def run(self, inputs: ModelInputs, node_run: NodeRun) -> NodeRun:
+        """Run the model on one text with these replacements; the run records its nodes."""
+        hooks = {name: SiteRun(node_run, name) for name in self.site_names}
+        overrides: list[ForwardOverride] = []
+        for place, mlp in self.mlps.items():
+            overrides.append(ForwardOverride(mlp.writer, partial(_write_output, node_run, place)))
+            overrides.append(ForwardOverride(mlp.reader, partial(_read_input, node_run, place)))
+        if len(self.parents) == 1:
+            overrides.append(ForwardOverride(self.first_block, partial(_write_embedding, node_run)))
+        with override_forwards(overrides), hook_sites(self.model, self.site_modules, hooks):
+            node_run.logits = get_output_tensor(run_prepared(self.model, inputs))
+        return node_run
+
+
+# --- Pairs of texts -------------------------------------------------------------------------------
+
+
+class TextPair(NamedTuple):
+    """The inputs of a clean and of a corrupt text with equally many tokens."""
+
+    clean: ModelInputs
+    corrupt: ModelInputs
+
+
+def prepare_pair(model: nn.Module, clean: Any, corrupt: Any) -> TextPair:
+    """Return the inputs of two texts; raise unless they have equally many tokens."""
+    pair = TextPair(*(prepare_inputs(model, one, 0) for one in (clean, corrupt)))
+    for inputs in pair:
+        if inputs.batch_size != 1:
+            raise ValueError(
+                f"a pair is two single texts, got {inputs.batch_size} rows; give several pairs"
+            )
+    for stream in pair.clean.token_rows:
+        counts = [len(inputs.token_rows[stream][0].ids) for inputs in pair]
+        if counts[0] != counts[1]:
+            words = [" ".join(map(repr, one.token_rows[stream][0].words[:12])) for one in pair]
+            raise ValueError(
+                f"the clean text has {counts[0]} tokens and the corrupt text {counts[1]} (clean: "
+                f"{words[0]}; corrupt: {words[1]}); change words of one so that both have equally "
+                "many tokens"
+            )
+    return pair
+
+
+def read_value(metric: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    """Return the metric of the logits [1, T, V] as a tensor with one number."""
+    value = metric(logits)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"the metric returns {shape}; return a tensor with one number")
+    if not bool(value.isfinite().all()):
+        raise ValueError("the metric is not finite on this text; check the weights")
+    return value.squeeze()
+
+
+def check_mlps(mlps: str) -> None:
+    """Raise unless `mlps` says what MLPs do while heads are frozen."""
+    check_known("mlps", mlps, ("free", "frozen"))

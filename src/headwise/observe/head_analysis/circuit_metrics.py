@@ -1,0 +1,98 @@
+"""Metrics of a circuit: one number of the logits of a text, such as the difference of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ...util.errors import check_known, pluralise
+from ..inspect.model_inputs import is_encoder_decoder
+from ..inspect.model_tokenizer import make_reader
+
+LOGIT_DIFFERENCE = "logit_difference"
+LOG_PROBABILITY = "log_probability"
+TOKENS_OF_METRIC = {LOGIT_DIFFERENCE: ("A", "B"), LOG_PROBABILITY: ("A",)}
+LogitFunction = Callable[[Tensor], Tensor]  # from logits [1, T, V] to one number
+
+
+@dataclass(frozen=True)
+class TokenMetric:
+    """The logit of one token minus that of another, or the log-probability of one, at a position.
+
+    Tokens are ids, or words that the model's tokenizer encodes as one token.
+
+    >>> TokenMetric("logit_difference", (2, 0))(torch.tensor([[[1.0, 2.0, 4.0]]]))
+    tensor(3.)
+    """
+
+    kind: str
+    tokens: tuple[int | str, ...]
+    position: int = -1
+
+    def __post_init__(self) -> None:
+        check_known("metric", self.kind, TOKENS_OF_METRIC)
+        names = TOKENS_OF_METRIC[self.kind]
+        if len(self.tokens) != len(names):
+            raise ValueError(
+                f"metric {self.kind} has {pluralise(len(self.tokens), 'token')}, but needs "
+                f"{len(names)}; write "
+                f"{self.kind}:{','.join(names)}"
+            )
+
+    @property
+    def name(self) -> str:
+        """The metric as it is written on the command line."""
+        return f"{self.kind}:{','.join(map(str, self.tokens))}"
+
+    def resolve(self, model: nn.Module) -> TokenMetric:
+        """Return the metric with the ids of its words in the vocabulary of a model."""
+        ids = [one if isinstance(one, int) else find_token_id(model, one) for one in self.tokens]
+        return replace(self, tokens=tuple(ids))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        num_tokens, vocabulary = logits.shape[1:]
+        if not -num_tokens <= self.position < num_tokens:
+            raise ValueError(
+                f"the text has {num_tokens} tokens and no position {self.position}; give one in "
+                f"{-num_tokens}..{num_tokens - 1}"
+            )
+        ids = [one for one in self.tokens if isinstance(one, int) and 0 <= one < vocabulary]
+        wrong = [one for one in self.tokens if one not in ids]
+        if wrong:
+            raise ValueError(
+                f"the metric needs token {wrong[0]!r}, but the model has outputs for tokens 0.."
+                f"{vocabulary - 1}; give one of these"
+            )
+        row = logits[0, self.position]
+        row = row.to(torch.promote_types(row.dtype, torch.float32))
+        if self.kind == LOG_PROBABILITY:
+            row = row.log_softmax(-1)
+        values = row[ids]
+        return values[0] - values[1:].sum()
+
+
+def parse_metric(text: str, tokens: Sequence[str] = ()) -> TokenMetric:
+    """Return the metric KIND:TOKEN,TOKEN; without tokens in it, those of `tokens`.
+
+    >>> parse_metric("logit_difference: Mary, John").tokens
+    (' Mary', ' John')
+    """
+    kind, colon, listed = text.partition(":")
+    return TokenMetric(kind, tuple(listed.split(",")) if colon else tuple(tokens))
+
+
+def find_token_id(model: nn.Module, word: str) -> int:
+    """Return the id of a word that a model encodes as one token; raise if it is none or several."""
+    reader = make_reader(model)
+    row = (reader.read_target if is_encoder_decoder(model) else reader.read_source)(word)
+    places = [n for n, (start, stop) in enumerate(row.offsets) if start < stop]
+    if len(places) != 1:
+        shown = " ".join(repr(row.words[n]) for n in places) or "none"
+        raise ValueError(
+            f"the metric needs {word!r} as one token, but the tokenizer makes {len(places)}: "
+            f"{shown}; give a word that is one token (words after a space may need the space)"
+        )
+    return row.ids[places[0]]

@@ -1,0 +1,345 @@
+"""Path patching: the effect of one head on another, on an MLP or on the logits, along direct paths
+alone (Wang et al. 2022, 2211.00593).
+
+The outputs of the senders are those of the corrupt text, and all other heads are frozen at their
+outputs for the clean text. What the receivers read in this run replaces their inputs in a last run
+of the clean text, in which everything else is computed as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...report.data import Column, Estimate, Table
+from ...report.notebook import TableResult
+from ...report.render import to_plain
+from ...report.text import choose_format, format_p
+from ...util.errors import pluralise
+from ..inspect.trace_capture import get_model_name
+from .circuit_graph import (
+    EMBEDDING,
+    HEAD,
+    LOGITS,
+    CircuitModel,
+    Node,
+    NodeRun,
+    TextPair,
+    check_mlps,
+    prepare_pair,
+    read_value,
+)
+from .circuit_metrics import LogitFunction, TokenMetric, parse_metric
+from .head_table import INTERVAL_NOTE
+from .resampling import Array, Jackknife
+from .text_analysis import text_reader
+
+NUM_RANDOM = 8  # random sets of senders whose mean effect is the chance level
+Names = str | Iterable[str]
+
+
+@dataclass(frozen=True)
+class MetricPair:
+    """A pair of texts and the metric of their logits."""
+
+    texts: TextPair
+    metric: LogitFunction
+
+    def value(self, logits: Tensor) -> float:
+        """Return the metric of a run as a number."""
+        return float(read_value(self.metric, logits))
+
+
+def read_pairs(model: nn.Module, pairs: Iterable[Any], metric: Any) -> list[MetricPair]:
+    """Return pairs (clean, corrupt) or (clean, corrupt, metric of this pair) as inputs.
+
+    A metric is a text as in `parse_metric`, a `TokenMetric`, or a function of the logits [1, T, V].
+    """
+    read: list[MetricPair] = []
+    for clean, corrupt, *metrics in pairs:
+        (own,) = metrics or (metric,)
+        own = parse_metric(own) if isinstance(own, str) else own
+        own = own.resolve(model) if isinstance(own, TokenMetric) else own
+        read.append(MetricPair(prepare_pair(model, clean, corrupt), own))
+    if not read:
+        raise ValueError("there is no pair of texts; give at least one")
+    return read
+
+
+def describe_metric(metric: Any) -> str:
+    """Return the name of a metric for titles."""
+    if isinstance(metric, TokenMetric):
+        return metric.name
+    return metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
+
+
+def estimate_effect(effects: Array, chance: Array | None = None) -> Estimate:
+    """Return the mean of effects [pairs] with its interval, the mean of the chance level [pairs],
+    and the p-value that they are equal, by the differences within pairs.
+    """
+    mean = Jackknife.of_ratio(effects[:, None])
+    (low, high) = mean.interval()
+    level = np.full(len(effects), np.nan) if chance is None else chance
+    p = Jackknife.of_ratio((effects - level)[:, None]).p_values()[0]
+    ends = (float(low[0]), float(high[0]))
+    return Estimate(float(mean.value[0]), *ends, float(level.mean()), len(effects), float(p))
+
+
+# --- Results --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PathEffect:
+    """Change of the metric by one path, over pairs of texts; chance is that of random senders."""
+
+    senders: tuple[str, ...]
+    receivers: tuple[str, ...]
+    effect: Estimate
+
+    @property
+    def name(self) -> str:
+        """The path as it is written on the command line."""
+        return f"{'+'.join(self.senders)} -> {'+'.join(self.receivers)}"
+
+
+@dataclass(frozen=True, repr=False)
+class PathEffects(TableResult):
+    """Effects of paths on a metric; `total` is the mean difference of the corrupt texts."""
+
+    model: str
+    metric: str
+    mlps: str
+    pairs: int
+    clean: float
+    total: float
+    paths: tuple[PathEffect, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> Table:
+        """A row for each path."""
+        rows: list[tuple[Any, ...]] = []
+        for path in self.paths:
+            effect = path.effect
+            share = effect.value / self.total if self.total else float("nan")
+            rows.append((path.name, effect.value, effect.low, effect.high, effect.chance, share))
+            rows[-1] = (*rows[-1], effect.p)
+        numbers = [value for row in rows for value in row[1:5]]
+        alike = [
+            Column(name, choose_format(numbers)) for name in ("effect", "low", "high", "chance")
+        ]
+        columns = ("path", *alike, "of total", Column("p", format_p))
+        title = (
+            f"{self.model}, {self.metric}, {pluralise(self.pairs, 'pair')}: clean {self.clean:.4g}, "
+            f"corrupt {self.clean + self.total:.4g}; {INTERVAL_NOTE}"
+        )
+        return Table(title, columns, rows, self.notes).without_empty_columns()
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Dictionary of plain values, ready for JSON."""
+        return to_plain(self)
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+class PairRuns:
+    """The runs of a clean and a corrupt text, and patched runs between them."""
+
+    def __init__(
+        self, nodes: CircuitModel, pair: MetricPair, vector_sites: Collection[str] = ()
+    ) -> None:
+        self.nodes = nodes
+        self.pair = pair
+        with torch.no_grad():
+            self.clean = nodes.run(pair.texts.clean, NodeRun(vector_sites=vector_sites))
+            self.corrupt = nodes.run(pair.texts.corrupt, NodeRun(vector_sites=vector_sites))
+        self.clean_value = pair.value(self.clean.logits)
+        self.corrupt_value = pair.value(self.corrupt.logits)
+
+    def with_senders(self, senders: Sequence[Node]) -> dict[str, Tensor]:
+        """Return the outputs of the clean text by place, with senders as in the corrupt text."""
+        outputs = dict(self.clean.recorded)
+        for node in senders:
+            corrupt = self.corrupt.recorded[node.place]
+            if node.kind == HEAD:
+                outputs[node.place] = _replace_heads(corrupt, [node.head], outputs[node.place])
+            else:
+                outputs[node.place] = corrupt
+        return outputs
+
+    @torch.no_grad()
+    def patch_outputs(self, senders: Sequence[Node]) -> float:
+        """Return the metric while the outputs of these nodes are those of the corrupt text."""
+        outputs: dict[str, Any] = {}
+        for node in senders:
+            if node.kind != HEAD:
+                outputs[node.place] = self.corrupt.recorded[node.place]
+                continue
+            heads = [one.head for one in senders if one.place == node.place]
+            outputs[node.place] = partial(_replace_heads, self.corrupt.recorded[node.place], heads)
+        return self.pair.value(self.nodes.run(self.pair.texts.clean, NodeRun(outputs)).logits)
+
+    @torch.no_grad()
+    def patch_path(self, senders: Sequence[Node], receivers: Sequence[Node], mlps: str) -> float:
+        """Return the metric while the receivers read what direct paths from the senders change."""
+        sites = {node.place for node in receivers if node.kind == HEAD}
+        outputs = self.with_senders(senders)
+        sent = {node.place for node in senders}
+        if mlps == "free":
+            outputs = {
+                place: output
+                for place, output in outputs.items()
+                if place not in self.nodes.mlps or place in sent
+            }
+        frozen = NodeRun(outputs, vector_sites=sites)
+        self.nodes.run(self.pair.texts.clean, frozen)
+        if receivers[0].kind == LOGITS:
+            return self.pair.value(frozen.logits)
+        inputs = {node: frozen.read(node) for node in receivers}
+        patched = NodeRun(inputs=inputs, vector_sites=sites)
+        return self.pair.value(self.nodes.run(self.pair.texts.clean, patched).logits)
+
+
+def _replace_heads(other: Tensor, heads: list[int], outputs: Tensor) -> Tensor:
+    edited = outputs.clone()
+    edited[..., heads, :] = other[..., heads, :]
+    return edited
+
+
+def patch_paths(
+    model: Any,
+    pairs: Iterable[Any],
+    metric: Any,
+    paths: Iterable[tuple[Names, Names]],
+    *,
+    mlps: str = "free",
+    seed: int = 0,
+    tokenizer: object = None,
+) -> PathEffects:
+    """Measure the effect of senders on a metric along direct paths to receivers, by path patching.
+
+    `pairs` are (clean, corrupt), or (clean, corrupt, metric of this pair): texts or other inputs
+    with equally many tokens. `metric` is "logit_difference:A,B" or "log_probability:A" at the last
+    position, or a function of the logits [1, T, V]. Each path is (senders, receivers): senders are
+    heads ("L0H3"), MLPs ("M0") or "embedding", receivers inputs of heads ("L1H2.q", ".k" or ".v"),
+    MLPs, or "logits" alone. With `mlps` "free", MLPs are computed again while heads are frozen, as
+    in the paper; "frozen" freezes them too. Keys and values are those of one query head, also where
+    several heads share them. The chance level is the mean effect of random heads of the senders'
+    layers.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    >>> pairs = [(torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5, 9]]))]
+    >>> metric = hw.head_analysis.TokenMetric("logit_difference", (2, 7))
+    >>> patch_paths(net, pairs, metric, [("L0H1", "L1H0.k")]).paths[0].name
+    'L0H1 -> L1H0.k'
+    """
+    check_mlps(mlps)
+    with text_reader(model, tokenizer) as reader, torch.no_grad():
+        nodes = CircuitModel(reader)
+        listed = [
+            (nodes.find_all(senders), nodes.find_all(receivers)) for senders, receivers in paths
+        ]
+        for senders, receivers in listed:
+            check_path(nodes, senders, receivers, mlps)
+        sets = [random_sets(nodes, senders, seed) for senders, _ in listed]
+        values: list[tuple[float, float]] = []  # of the clean and the corrupt text of each pair
+        changes: list[list[list[float]]] = [[] for _ in listed]  # by path, pair and set of senders
+        for pair in read_pairs(reader, pairs, metric):
+            runs = PairRuns(nodes, pair)
+            values.append((runs.clean_value, runs.corrupt_value))
+            for number, (senders, receivers) in enumerate(listed):
+                patched = [
+                    runs.patch_path(one, receivers, mlps) for one in (senders, *sets[number])
+                ]
+                changes[number].append([value - runs.clean_value for value in patched])
+    effects: list[PathEffect] = []
+    for (senders, receivers), of_path in zip(listed, changes, strict=True):
+        array = np.array(of_path)
+        chance = array[:, 1:].mean(1) if array.shape[1] > 1 else None
+        effect = estimate_effect(array[:, 0], chance)
+        effects.append(PathEffect(nodes.names(senders), nodes.names(receivers), effect))
+    (clean, corrupt) = np.array(values).mean(0)
+    return PathEffects(
+        get_model_name(reader),
+        describe_metric(metric),
+        mlps,
+        len(values),
+        float(clean),
+        float(corrupt - clean),
+        tuple(effects),
+        tuple(notes_on_weights(reader)),
+    )
+
+
+def check_path(
+    nodes: CircuitModel, senders: Sequence[Node], receivers: Sequence[Node], mlps: str
+) -> None:
+    """Raise unless these nodes can send and receive."""
+    for node in senders:
+        if node.part or node.kind == LOGITS:
+            raise ValueError(
+                f"{nodes.name(node)} is no sender; give heads such as L0H3, MLPs or {EMBEDDING}"
+            )
+        if node.kind == EMBEDDING:
+            _ = nodes.first_block
+    kinds = {node.kind for node in receivers}
+    for node in receivers:
+        if node.kind == EMBEDDING or (node.kind == HEAD and not node.part):
+            raise ValueError(
+                f"{nodes.name(node)} is no receiver; give inputs of heads such as L1H2.q, L1H2.k "
+                f"or L1H2.v, MLPs such as M1, or {LOGITS}"
+            )
+    if LOGITS in kinds and len(receivers) > 1:
+        raise ValueError(f"{LOGITS} cannot be one of several receivers; give a path of its own")
+    nodes.check_inputs_of_heads({node.place for node in receivers if node.kind == HEAD})
+    if mlps == "frozen":
+        nodes.check_all_mlps()
+
+
+def random_sets(
+    nodes: CircuitModel, senders: Sequence[Node], seed: int, count: int = NUM_RANDOM
+) -> list[list[Node]]:
+    """Return sets of other heads, as many in each layer as the senders; none if there are too few.
+
+    A single sender has each other head of its layer at most once.
+    """
+    generator = np.random.default_rng(seed)
+    others: dict[str, list[Node]] = {}
+    needed: dict[str, int] = {}
+    for node in senders:
+        if node.kind != HEAD:
+            return []
+        of_site = [one for one in nodes.heads if one.place == node.place]
+        others[node.place] = [one for one in of_site if one not in senders]
+        needed[node.place] = needed.get(node.place, 0) + 1
+    if any(len(others[place]) < number for place, number in needed.items()):
+        return []
+    if len(senders) == 1:
+        (heads,) = others.values()
+        return [[heads[n]] for n in generator.permutation(len(heads))[:count]]
+    sets: list[list[Node]] = []
+    for _ in range(count):
+        chosen: list[Node] = []
+        for place, number in needed.items():
+            picked = generator.choice(len(others[place]), number, replace=False)
+            chosen += [others[place][n] for n in picked]
+        sets.append(chosen)
+    return sets
+
+
+def notes_on_weights(model: nn.Module) -> list[str]:
+    """Return a note if the weights of a model of transformers come from no checkpoint."""
+    config = getattr(model, "config", None)
+    if config is None or getattr(config, "_name_or_path", None) != "":
+        return []
+    return ["the weights come from no checkpoint, so they may be untrained"]

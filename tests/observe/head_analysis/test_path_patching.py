@@ -1,0 +1,85 @@
+"""Path patching against an implementation with plain hooks on plain transformers, and on models in
+which the path is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import headwise as hw
+from headwise.hub.pretrained_models import copy_live_model
+from headwise.observe.head_analysis.circuit_graph import CircuitModel, Node
+from support.plain_patching import (
+    CLEAN,
+    CORRUPT,
+    SHAPES,
+    Plain,
+    build,
+    metric,
+    name_of,
+    output_of,
+)
+from support.transformers_models import ZOO
+
+PATHS: list[tuple[list[Any], list[Any]]] = [
+    ([(0, 1)], [(2, "k", 3)]),
+    ([(0, 1)], [(1, "v", 2)]),
+    ([(0, 1), (1, 0)], [(2, "q", 0), (2, "k", 1), (2, "v", 1)]),
+    ([(0, 2)], ["logits"]),
+    ([(0, 1), (0, 3)], [2]),
+    ([0], [(2, "v", 1)]),
+    ([(1, 1)], [(1, "v", 2)]),
+]
+
+
+@pytest.mark.parametrize("mlps", ["free", "frozen"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_paths_equal_those_of_plain_hooks(name, mlps):
+    plain = Plain(name)
+    expected = [float(plain.path(*path, mlps == "frozen")) for path in PATHS]
+    model = build(name)
+    paths = [([*map(name_of, one)], [*map(name_of, other)]) for one, other in PATHS]
+    models = [model] if name == "bert" else [model, copy_live_model(model)]
+    for each in models:
+        result = hw.head_analysis.patch_paths(each, [(CLEAN, CORRUPT)], metric, paths, mlps=mlps)
+        assert result.clean == pytest.approx(float(metric(output_of(model, CLEAN))), rel=1e-6)
+        actual = [path.effect.value + result.clean for path in result.paths]
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
+        changes = np.abs(np.array(expected) - result.clean)
+        assert (changes[:-1] > 1e-6).all()
+        # heads of one layer do not read each other; norms of transformers are in float32
+        assert changes[-1] == pytest.approx(0, abs=1e-6)
+
+
+def test_all_senders_and_the_embedding_reach_the_logits():
+    """With every node a sender, the frozen run is the run of the corrupt text."""
+    model = build("llama")
+    nodes = CircuitModel(model)
+    everything = [nodes.name(node) for node in nodes.senders]
+    result = hw.head_analysis.patch_paths(
+        model, [(CLEAN, CORRUPT)], metric, [(everything, "logits")], mlps="frozen"
+    )
+    assert result.paths[0].effect.value == pytest.approx(result.total, rel=1e-9)
+
+
+def test_several_receivers_are_a_whole_group():
+    """Both query heads of a group read what the projected keys of the group are."""
+    plain = Plain("llama")
+    one = plain.path([(0, 1)], [(2, "k", 2)], False)
+    both = plain.path([(0, 1)], [(2, "k", 2), (2, "k", 3)], False)
+    assert abs(float(one - both)) > 1e-6
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "qwen3", "gemma2", "gpt-oss", "olmo2", "deepseek"]
+)
+def test_every_block_has_an_mlp(name):
+    model = ZOO[name].build()
+    nodes = CircuitModel(model)
+    assert len(nodes.mlps) == 2
+    kinds = [node.kind for node in nodes.senders]
+    assert kinds == ["embedding"] + 2 * (4 * ["head"] + ["mlp"])
+    assert nodes.find("M1") == [Node("mlp", nodes.blocks[1])]
