@@ -1,7 +1,7 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
-The commands `view`, `cost`, `train`, `study`, `heads`, `trace`, `prune` and `learn` are modules
-with the same names, and `run` is a package. `prune` also contains `convert`, `learn` contains
+The commands `view`, `cost`, `train`, `study`, `heads`, `circuit`, `trace`, `prune` and `learn` are
+modules with the same names, and `run` is a package. `prune` also contains `convert`, `learn` contains
 `demo`, and `describe` contains `spec`, `walk`, `sites` and `why`.
 
 The options of a command are a frozen dataclass, from which `options` generates the command line and
@@ -44,6 +44,7 @@ COMMANDS = {
     "run": "run a trained model on a text, an image, or each line of stdin",
     "sites": "every attention layer of a model and what it supports",
     "heads": "measure and classify every head of a model over texts",
+    "circuit": "which heads, paths and edges make a model answer as it does",
     "prune": "remove heads: write a smaller model, and verify it",
     "convert": "convert MHA to GQA, MQA, latent and others, and verify the result",
     "trace": "record queries, keys and values of a run in one file",
