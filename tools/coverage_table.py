@@ -40,7 +40,7 @@ from transformers.pytorch_utils import Conv1D
 import headwise as hw
 from headwise.observe.inspect.adapters import known_interfaces
 from headwise.observe.inspect.attention_sites import find_attention
-from headwise.observe.inspect.hooks import SiteModule, install_hooks
+from headwise.observe.inspect.hooks import AttentionHook, SiteModule, install_hooks
 from headwise.observe.inspect.site import (
     AttentionInputs,
     ObservedCall,
@@ -196,20 +196,18 @@ def images(config: Any) -> Iterator[Tensor]:
 # --- Outputs of two runs, and captured attention weights with those of the model ------------------
 
 
-class Recorder:
+class Recorder(AttentionHook):
     """Hook that records the first call of an attention layer and its first head outputs."""
-
-    needs_call = True
 
     def __init__(self) -> None:
         self.call: ObservedCall | None = None
         self.outputs: Tensor | None = None
 
-    def on_call(self, call: ObservedCall) -> None:
+    def on_call(self, call: ObservedCall, /) -> None:
         """Record the first call."""
         self.call = self.call or call
 
-    def on_head_outputs(self, z: Tensor) -> None:
+    def on_head_outputs(self, z: Tensor, /) -> None:
         """Record the first head outputs."""
         self.outputs = z.detach().clone() if self.outputs is None else self.outputs
 

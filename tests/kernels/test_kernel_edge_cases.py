@@ -139,19 +139,14 @@ def test_probes_see_dequantised_int8_keys(small):
         )
 
 
-class Weights:
+class Weights(hooks.AttentionHook):
     """Watches an attention, and asks for its weights."""
-
-    needs_call = True
 
     def __init__(self) -> None:
         self.seen = []
 
     def on_call(self, recorded):
         self.seen.append(recorded.all_weights())
-
-    def on_head_outputs(self, z):
-        return None
 
 
 def test_weights_are_computed_again_from_8_bits(small):

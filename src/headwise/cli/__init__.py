@@ -1,8 +1,8 @@
 """The command line, `headwise COMMAND`: each command is one module, a thin layer over the library.
 
 The commands `view`, `cost`, `train`, `study`, `heads`, `circuit`, `trace`, `prune` and `learn` are
-modules with the same names, and `run` is a package. `prune` also contains `convert`, `learn` contains
-`demo`, and `describe` contains `spec`, `walk`, `sites` and `why`.
+modules with the same names, and `run` is a package. `prune` also contains `convert`, `learn`
+contains `demo`, and `describe` contains `spec`, `walk`, `sites` and `why`.
 
 The options of a command are a frozen dataclass, from which `options` generates the command line and
 its help. `exit_status` turns every error into one line and an exit code. `arguments` parses shared

@@ -58,8 +58,8 @@ class CircuitOptions(TokenizerOptions):
     --seed INT  random seed
 
     examples:
-    headwise circuit MODEL --clean 'a b a' --corrupt 'c b a' --metric log_probability:b
-    headwise circuit MODEL --pairs FILE --metric log_probability --path 'L0H3 -> L1H2.k'
+    headwise circuit path/to/model --pairs pairs.tsv --metric logit_difference
+    headwise circuit MODEL --pairs FILE --metric KIND --path 'L0H3 -> L1H2.k'
     """
 
     command = "circuit"

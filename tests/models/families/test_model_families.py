@@ -17,7 +17,7 @@ import headwise as hw
 from headwise.models import families
 from headwise.models.families import WEIGHT_NAMES
 from headwise.observe.inspect.attention_sites import find_attention
-from headwise.observe.inspect.hooks import hook_sites
+from headwise.observe.inspect.hooks import AttentionHook, hook_sites
 from headwise.observe.inspect.site import ObservedCall
 from support.saved_bytes import backend_profile, model_saved_bytes
 from support.transformers_models import (
@@ -223,7 +223,6 @@ class Passing(NamedTuple):
     inputs: list[tuple[Tensor, Tensor | None]]
     heads: list[Tensor]
     calls: list[ObservedCall]
-    needs_call: bool = True
 
     def on_call(self, call: ObservedCall) -> None:
         self.calls.append(call)
@@ -248,13 +247,17 @@ class Passing(NamedTuple):
         self.inputs.append((x, source))
 
 
-class Watching:
+class Watching(AttentionHook):
     """A watcher that keeps all."""
 
-    needs_call = True
-
     def __init__(self, passing: Passing) -> None:
-        self.on_call, self.on_head_outputs = passing.on_call, passing.take
+        self.passing = passing
+
+    def on_call(self, call: ObservedCall, /) -> None:
+        self.passing.on_call(call)
+
+    def on_head_outputs(self, outputs: Tensor, /) -> None:
+        self.passing.take(outputs)
 
 
 @contextmanager

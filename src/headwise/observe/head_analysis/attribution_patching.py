@@ -93,8 +93,8 @@ class Agreement:
         """The agreement as a note."""
         return (
             f"agreement with exact patching of {self.count}: Pearson {self.pearson:.2f}, Spearman "
-            f"{self.spearman:.2f}; {round(self.shared * self.top)} of the {self.top} largest are in "
-            "both"
+            f"{self.spearman:.2f}; {round(self.shared * self.top)} of the {self.top} largest are "
+            "in both"
         )
 
 
@@ -129,8 +129,8 @@ class AttributionResult(NotebookResult):
     def title(self) -> str:
         """The metric of both texts."""
         return (
-            f"{self.model}, {self.metric}, {pluralise(self.pairs, 'pair')}: clean {self.clean:.4g}, "
-            f"corrupt {self.clean + self.total:.4g}"
+            f"{self.model}, {self.metric}, {pluralise(self.pairs, 'pair')}: "
+            f"clean {self.clean:.4g}, corrupt {self.clean + self.total:.4g}"
         )
 
     @property

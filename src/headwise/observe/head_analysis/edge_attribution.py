@@ -126,9 +126,9 @@ class EdgeGraph(NotebookResult):
             Column(name, choose_format(numbers)) for name in ("score", "low", "high", "patched")
         ]
         title = (
-            f"{self.model}, {self.metric}, {pluralise(self.pairs, 'pair')}: clean {self.clean:.4g}, "
-            f"corrupt {self.clean + self.total:.4g}; the {len(rows)} largest of {self.num_edges:,} "
-            f"edges; {INTERVAL_NOTE}"
+            f"{self.model}, {self.metric}, {pluralise(self.pairs, 'pair')}: "
+            f"clean {self.clean:.4g}, corrupt {self.clean + self.total:.4g}; the {len(rows)} "
+            f"largest of {self.num_edges:,} edges; {INTERVAL_NOTE}"
         )
         sentence = [] if self.agreement is None else [self.agreement.sentence]
         notes = (*sentence, *self.notes)
@@ -136,7 +136,7 @@ class EdgeGraph(NotebookResult):
 
     @property
     def size_table(self) -> Table:
-        """What circuits of each size keep of the metric."""
+        """A row for each size of circuits."""
         rows = [(one.edges, *one.faithfulness[:4], *one.completeness[:4]) for one in self.sizes]
         names = ("low", "high", "random")
         shares = [Column(name, format_share) for name in ("kept", *names, "without", *names)]

@@ -136,8 +136,8 @@ class PathEffects(TableResult):
         ]
         columns = ("path", *alike, "of total", Column("p", format_p))
         title = (
-            f"{self.model}, {self.metric}, {pluralise(self.pairs, 'pair')}: clean {self.clean:.4g}, "
-            f"corrupt {self.clean + self.total:.4g}; {INTERVAL_NOTE}"
+            f"{self.model}, {self.metric}, {pluralise(self.pairs, 'pair')}: "
+            f"clean {self.clean:.4g}, corrupt {self.clean + self.total:.4g}; {INTERVAL_NOTE}"
         )
         return Table(title, columns, rows, self.notes).without_empty_columns()
 
