@@ -68,7 +68,8 @@ def test_one_command_reports_the_heads_of_a_model(name, folders, tmp_path, capsy
     assert data["notes"][-1] == "empty lines: 1"
     assert all("first token" in note for note in data["notes"][:-1])
     for head in data["heads"]:
-        assert set(head) == {"stack", "kind", "layer", "head", "kv", "measures", "classes"}
+        names = {"stack", "kind", "layer", "head", "kv", "measures", "classes"}
+        assert set(head) == names | {"class", "class_with_sinks"}
         for one in head["measures"].values():
             assert set(one) == {"value", "low", "high", "chance", "rows", "p"}
         entropy = head["measures"]["entropy"]

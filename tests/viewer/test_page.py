@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 import headwise as hw
+from headwise.observe.bundled_sample import load_sample_table
 from headwise.observe.traces import trace_from_weights
 from headwise.viewer.lab_actions import compute_effect
 from headwise.viewer.model_worker import Job, JobProgress
@@ -330,6 +331,19 @@ def test_the_page_in_chinese_says_why_a_head_has_its_class(page: Any):
         page.goto(url.replace("/#", "/?lang=zh#"))
         page.get_by_role("gridcell").first.wait_for()
         page.evaluate("location.hash = '#/head?site=6&head=1'")
-        evidence = page.locator("p.evidence")
+        evidence = page.locator("p.evidence").first
         evidence.get_by_text("随机水平").wait_for()
         assert "aligns words" not in evidence.inner_text()
+
+
+def test_heads_are_shown_beside_their_sinks_or_as_sinks(page: Any):
+    table = load_sample_table()
+    with served(sample_model()) as url:
+        page.goto(url)
+        page.get_by_role("button", name="Sinks first").wait_for()
+        legend = page.locator(".legend").first
+        for shown in (table, table.with_sinks_first()):
+            count = sum(head.classes[0].name == "sink" for head in shown.heads)
+            legend.get_by_role("button", name=f"sink {count}").wait_for()
+            page.keyboard.press("s")
+        wait_until(page, "!location.hash.includes('sinks=')")

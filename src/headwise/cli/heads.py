@@ -77,6 +77,8 @@ class HeadsOptions(TextOptions):
 
     details of the measurement:
     --align SOURCE TARGET GOLD  read parallel lines, and word alignments as in 0-0 1-2 2?3
+    --sinks-first  show a head as a sink if that is its likeliest class; without it, by what it does
+        with the weight that sinks leave
     --criteria NAME  definitions of the head classes: ours, untested (ours without the test),
         clark or voita
     --engine NAME  where texts are measured: local: in this process; ray: on a cluster of several
@@ -124,6 +126,7 @@ class HeadsOptions(TextOptions):
     spectra: bool = False
     collapse: bool = False
     align_files: InputFiles = ()
+    sinks_first: bool = False
     criteria: str = "ours"
     engine: str = "local"
     address: str = ""
@@ -407,7 +410,8 @@ def _measure_model(
         collectors=collectors,
         progress=report.counter("measuring heads", len(examples), f"{kind}s"),
     )
-    return replace(table, texts=table.texts.replace("text", kind))
+    table = replace(table, texts=table.texts.replace("text", kind))
+    return table.with_sinks_first() if args.sinks_first else table
 
 
 # --- `headwise heads MODEL --text TEXT` -----------------------------------------------------------

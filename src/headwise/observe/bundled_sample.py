@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..util.errors import SpecError
-from .head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
+from .head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure, order_classes
 from .traces import Trace, load_trace
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def table_from_data(data: Mapping[str, Any]) -> HeadTable:
         for name, one in head["measures"].items():
             values = {key: math.nan if value is None else value for key, value in one.items()}
             measures[name] = Measure(**values)
-        classes = tuple(HeadClass(**head_class) for head_class in head["classes"])
+        classes = order_classes(HeadClass(**head_class) for head_class in head["classes"])
         place = {name: head[name] for name in PLACE}
         heads.append(HeadMeasures(**place, measures=measures, classes=classes))
     return HeadTable(data["model"], data["data"], tuple(heads), tuple(data["notes"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
@@ -215,6 +216,24 @@ def test_a_head_may_be_several_things_the_surest_first():
         ("sink", half),
     ]
     assert called(head(sink=(0.2, 0.2, 0.2, 0.2), breadth=(0.7, 0.5, 0.9, 0.65))) == {"unclear": 0}
+
+
+def test_a_sink_that_does_something_else_is_shown_by_that():
+    """Beside the sink; the other view is the table with sinks first. Both are in the JSON."""
+    induction = head(sink=(0.9, 0.8, 1.0, 0.1), induction=(0.6, 0.5, 0.7, 0.1))
+    alone = replace(head(sink=(0.9, 0.8, 1.0, 0.1)), head=1)
+    table = classify_heads(HeadTable("small", "9 texts", (induction, alone)))
+    assert [[one.name for one in found.classes] for found in table.heads] == [
+        ["induction", "sink"],
+        ["sink"],
+    ]
+    first = table.with_sinks_first()
+    assert [one.name for one in first.heads[0].classes] == ["sink", "induction"]
+    assert (table.heads[0].letter, first.heads[0].letter) == ("I", "K")
+    data = table.heads[0].data
+    assert (data["class"], data["class_with_sinks"]) == ("induction", "sink")
+    assert "sinks set aside" in table.to_text()
+    assert "sinks set aside" not in first.to_text()
 
 
 @pytest.mark.parametrize(

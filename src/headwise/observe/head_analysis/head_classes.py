@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ...util.errors import check_known, pluralise
 from .dependency_syntax import is_relation_measure
 from .head_metrics import get_metric, metrics_for_criteria
-from .head_table import HeadClass, HeadMeasures, HeadTable, Measure
+from .head_table import HeadClass, HeadMeasures, HeadTable, Measure, order_classes
 from .resampling import correct_p_values
 from .word_alignment import ALIGNMENT_PREFIX, ROW_CONVENTIONS
 
@@ -278,7 +278,7 @@ CLASSIFIERS: Mapping[str, Callable[[HeadTable], list[list[HeadClass]]]] = {
 
 
 def classify_heads(table: HeadTable, *, criteria: str = "ours") -> HeadTable:
-    """Return the table with the classes of every head, the highest score first.
+    """Return the table with the classes of every head in the order of `order_classes`.
 
     `criteria` is "ours", "untested" (our scores without the test, for a single text), "clark"
     (1906.04341) or "voita" (1905.09418). The published criteria need their own metrics, which must
@@ -306,6 +306,5 @@ def classify_heads(table: HeadTable, *, criteria: str = "ours") -> HeadTable:
     classes = CLASSIFIERS[criteria](table)
     heads: list[HeadMeasures] = []
     for head, by_head in zip(table.heads, classes, strict=True):
-        ordered = sorted(by_head or unclear, key=lambda head_class: -head_class.score)
-        heads.append(replace(head, classes=tuple(ordered)))
+        heads.append(replace(head, classes=order_classes(by_head or unclear)))
     return replace(table, heads=tuple(heads))

@@ -5,7 +5,7 @@ values.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import SimpleNamespace
@@ -78,9 +78,25 @@ class HeadClass(NamedTuple):
     evidence: str
 
 
+def order_classes(classes: Iterable[HeadClass], sinks_first: bool = False) -> tuple[HeadClass, ...]:
+    """Sort the classes of a head, the likeliest first, and "sink" last unless `sinks_first`.
+
+    Most heads of a trained decoder put most of their weight on sinks. What they do is what they do
+    with the weight that sinks leave, which the other measures describe.
+
+    >>> sink, previous = HeadClass("sink", 0.9, ""), HeadClass("previous", 0.6, "")
+    >>> [one.name for one in order_classes([sink, previous])]
+    ['previous', 'sink']
+    """
+    return tuple(
+        sorted(classes, key=lambda one: (one.name == "sink" and not sinks_first, -one.score))
+    )
+
+
 @dataclass(frozen=True)
 class HeadMeasures:
-    """One head: its position in the model, its measures and its classes.
+    """One head: its position in the model, its measures and its classes in the order of
+    `order_classes`.
 
     `kv` is the index of the head's key-value group; `site` the name of the attention layer, as
     `headwise.observe.inspect` gives it.
@@ -106,6 +122,10 @@ class HeadMeasures:
         letter = CLASS_STYLES.get(self.group, ("?", ""))[0]
         return letter if not self.classes or self.classes[0].score >= 0.5 else letter.lower()
 
+    def with_sinks_first(self) -> HeadMeasures:
+        """Return the head with "sink" as its first class where that has the highest score."""
+        return replace(self, classes=order_classes(self.classes, sinks_first=True))
+
     @property
     def data(self) -> dict[str, Any]:
         """Dictionary of plain values, ready for JSON."""
@@ -117,6 +137,8 @@ class HeadMeasures:
             "kv": self.kv,
             "measures": {name: measure.data for name, measure in self.measures.items()},
             "classes": [head_class._asdict() for head_class in self.classes],
+            "class": self.classes[0].name if self.classes else None,
+            "class_with_sinks": self.with_sinks_first().classes[0].name if self.classes else None,
         }
 
 
@@ -135,6 +157,12 @@ class HeadTable(NotebookResult):
     def with_notes(self, notes: Sequence[str]) -> HeadTable:
         """Return the table with more notes."""
         return replace(self, notes=(*self.notes, *notes))
+
+    def with_sinks_first(self) -> HeadTable:
+        """Return the table in which a head that is mostly a sink is shown as one, whatever else it
+        does.
+        """
+        return replace(self, heads=tuple(head.with_sinks_first() for head in self.heads))
 
     def __str__(self) -> str:
         return self.to_text()
@@ -229,6 +257,8 @@ class HeadTable(NotebookResult):
         columns = [str(n) for n in range(num_heads)]
         grid = HeatMap(strengths, sites, columns, x_label="head", texts=texts, colours=colours)
         note = "in lower case if the score is below 0.5"
+        if self.with_sinks_first() != self:
+            note += "; sinks set aside: a head is S if it has no other class"
         heading = title or f"{self.model}, {self.texts}"
         return Figure(heading, [grid], self.class_legend, legend_title=note)
 

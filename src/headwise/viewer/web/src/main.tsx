@@ -4,7 +4,7 @@ import { Button } from "./components/basics";
 import { batch, signal } from "@preact/signals";
 import { render, type ComponentType, type JSX } from "preact";
 import { groupTokens, isGrouped, lacksMeasures, measureHeads, reopenAddress, toggleAblated, togglePin } from "./actions";
-import { addedTokens, announcement, doc, excludedTokens, isLoaded, job, loadDocument, loadError, lockedCell, moveHead, overlay, screen, SCREENS, type ScreenId, selectedToken, showsTable, source, startClassNames, startHash } from "./state";
+import { addedTokens, announcement, doc, excludedTokens, isLoaded, job, loadDocument, loadError, lockedCell, moveHead, overlay, screen, SCREENS, type ScreenId, selectedToken, showsTable, sinksFirst, source, startClassNames, startHash } from "./state";
 import { watchTheme } from "./canvas/colors";
 import { ErrorNote } from "./components/basics";
 import { brushedHeads, classFilter } from "./components/head_grid";
@@ -108,6 +108,7 @@ const KEYS: Record<string, () => void> = {
   p: () => togglePin(),
   e: () => (overlay.value = doc.value?.sites.length ? "export" : ""),
   t: () => (showsTable.value = !showsTable.value),
+  s: () => (sinksFirst.value = !sinksFirst.value),
   "/": () => (overlay.value = "commands"),
   "?": () => (overlay.value = "keys"),
   "[": () => history.back(),

@@ -35,6 +35,8 @@ export const sortHeads = urlSignal("sort", "index", toText);
 export const topCount = urlSignal("top", 0, toNumber);
 /** The first and last layer that the Map shows; none is all. */
 export const layerRange = urlSignal<number[]>("layers", [], (text) => (/^\d+,\d+$/.test(text) ? toList(text).map(toNumber) : []));
+/** Whether a head that is mostly a sink is shown as one, whatever else it does. */
+export const sinksFirst = urlSignal("sinks", false, toFlag);
 export const scatterX = urlSignal("x", "entropy", toText);
 export const scatterY = urlSignal("y", "sink", toText);
 export const scatterColor = urlSignal("color", "class", toText); // "class" or a measure
@@ -172,9 +174,10 @@ export function measureOf(index: number, name: string, part = 0, table: { names:
 /** Whether heads have classes, which one text alone does not give. */
 export const hasClasses = computed(() => (measures.value?.classes.size ?? 0) > 0);
 
-/** The classes of a head by its measures, the likeliest first. */
+/** The classes of a head by its measures, the likeliest first; "sink" is the last of them unless sinks come first. */
 export function measuredClasses(index: number): HeadClass[] {
-  return measures.value?.classes.get(index) ?? [];
+  const found = measures.value?.classes.get(index) ?? [];
+  return sinksFirst.value ? [...found].sort((a, b) => b.score - a.score) : found;
 }
 
 /** The class that the user gave a head, or undefined. */

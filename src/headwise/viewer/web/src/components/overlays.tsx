@@ -7,7 +7,7 @@ import { useEffect, useRef } from "preact/hooks";
 import { GROUPINGS, groupTokens, measureHeads, openOther, setAblated, toggleAblated, togglePin } from "../actions";
 import { measureName, t, type TextKey } from "../i18n";
 import { computeEffect, evaluate } from "../lab_state";
-import { cellMode, doc, headName, isAblated, language, measures, overlay, screen, SCREENS, selectedHead, selectedSite, selectHead, showsTable, sites, source, theme, type ScreenId } from "../state";
+import { cellMode, doc, headName, isAblated, language, measures, overlay, screen, SCREENS, selectedHead, selectedSite, selectHead, showsTable, sinksFirst, sites, source, theme, type ScreenId } from "../state";
 import { className, LETTERS } from "./class_badge";
 import { classFilter } from "./head_grid";
 
@@ -35,6 +35,7 @@ const KEY_ROWS: [string, TextKey][] = [
   ["K", "keys.k"],
   ["P", "keys.p"],
   ["T", "keys.t"],
+  ["S", "keys.s"],
   ["E", "keys.e"],
   ["1 … 9 0 -", "keys.digits"],
   ["[  ]", "keys.brackets"],
@@ -88,6 +89,7 @@ export function listCommands(): Command[] {
     { text: t("bar.export"), run: () => (overlay.value = "export"), words: "save svg csv trace" },
     { text: t("map.measure"), run: () => void measureHeads(), words: "measure" },
     { text: t(showsTable.value ? "table.hide" : "table.show"), run: () => (showsTable.value = !showsTable.value), words: "table chart t" },
+    { text: t(sinksFirst.value ? "sinks.aside" : "sinks.first"), run: () => (sinksFirst.value = !sinksFirst.value), words: "sinks classes s" },
     { text: t("bar.dark"), run: () => (theme.value = "dark") },
     { text: t("bar.light"), run: () => (theme.value = "light") },
     { text: "English", run: () => (language.value = "en") },

@@ -1,16 +1,16 @@
 // Map: all heads of the model as a grid of layers and heads, with a scatter plot and the strongest head of each class.
 
-import { useComputed } from "@preact/signals";
+import { computed, useComputed } from "@preact/signals";
 import type { JSX } from "preact";
 import { measureImportance } from "../actions";
-import { bind, Meter, Panel, PlainTable, Ramp, Segmented, Select, Toolbar } from "../components/basics";
+import { bind, Button, Meter, Panel, PlainTable, Ramp, Segmented, Select, Toolbar } from "../components/basics";
 import { Badge, classLetter, className, LetterBadge, LETTERS } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
 import { classFilter, HeadGrid, type HeadItem, isOnTop, isShownLayer, MapFilter, stackColumns, stackNumbers } from "../components/head_grid";
 import { HeadScatter } from "../components/head_scatter";
 import { MeasurePrompt } from "../components/shell";
 import { classWord, format, measureName, t, textCount, type TextKey } from "../i18n";
-import { cellMode, classesOf, doc, firstHeads, hasClasses, headCount, headIndex, headName, isMeasuring, measureOf, measures, scale, selectHead, showsTable, sites, sortHeads, source, stacks } from "../state";
+import { cellMode, classesOf, doc, firstHeads, hasClasses, headCount, headIndex, headName, isMeasuring, measureOf, measures, scale, selectHead, showsTable, sinksFirst, sites, sortHeads, source, stacks } from "../state";
 
 export function MapScreen(): JSX.Element {
   const heads = useComputed(listHeads);
@@ -112,6 +112,9 @@ function Swatch({ kind, text }: { kind: string; text: string }): JSX.Element {
   );
 }
 
+/** Whether a head is a sink and something else. */
+const hasMixedSinks = computed(() => [...(measures.value?.classes.values() ?? [])].some((classes) => classes.length > 1 && classes.some(({ name }) => name === "sink")));
+
 function ClassLegend(): JSX.Element {
   const counts = useComputed(() => {
     const found = new Map<string, number>();
@@ -129,6 +132,7 @@ function ClassLegend(): JSX.Element {
           {className(letter)} <span class="t3">{counts.value.get(letter) ?? 0}</span>
         </button>
       ))}
+      {hasMixedSinks.value && <Button kind="quiet" title={t("sinks.hint")} aria-pressed={sinksFirst.value} onClick={() => (sinksFirst.value = !sinksFirst.value)}>{t("sinks.first")} <kbd class="hide-s">S</kbd></Button>}
     </div>
   );
 }
