@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,25 +19,23 @@ import torch
 from torch import Tensor
 
 from ...report.data import Column, Estimate, Figure, HeatMap, Item, Table
-from ...report.notebook import NotebookResult
-from ...report.render import to_plain, to_text
+from ...report.render import to_text
 from ...report.text import choose_format, format_p
-from ...util.errors import pluralise
 from ..inspect.site import OUTPUT, VECTOR_FIELDS
-from ..inspect.trace_capture import get_model_name
 from .circuit_graph import EMBEDDING, CircuitModel, NodeRun, read_value
 from .head_table import INTERVAL_NOTE
 from .path_patching import (
+    CircuitResult,
     PairRuns,
-    describe_metric,
+    describe_pairs,
     estimate_effect,
-    notes_on_weights,
     read_pairs,
 )
 from .resampling import Array, correct_p_values
 from .text_analysis import text_reader
 
 PARTS = (OUTPUT, *VECTOR_FIELDS)
+NUM_SHOWN = 30  # heads, or edges, of a printed table
 MAX_EXACT = 64  # heads that are also patched one by one, by default
 
 
@@ -106,32 +103,21 @@ def _correlate(first: Array, second: Array) -> float:
 
 
 @dataclass(frozen=True, repr=False)
-class AttributionResult(NotebookResult):
-    """Effects of all heads of a model on a metric, over pairs of texts."""
+class AttributionResult(CircuitResult):
+    """Effects of all heads of a model on a metric, from gradients of so many `steps`.
 
-    model: str
-    metric: str
-    pairs: int
+    `words` are the tokens of the first clean text.
+    """
+
     steps: int
-    clean: float
-    total: float
     words: tuple[str, ...]
     heads: tuple[HeadAttribution, ...]
     agreement: Agreement | None
-    notes: tuple[str, ...] = ()
 
     @property
     def by_size(self) -> list[HeadAttribution]:
         """The heads, the largest absolute effect first: exact where it was measured."""
         return sorted(self.heads, key=lambda one: -abs(_best(one)))
-
-    @property
-    def title(self) -> str:
-        """The metric of both texts."""
-        return (
-            f"{self.model}, {self.metric}, {pluralise(self.pairs, 'pair')}: "
-            f"clean {self.clean:.4g}, corrupt {self.clean + self.total:.4g}"
-        )
 
     @property
     def table(self) -> Table:
@@ -172,12 +158,11 @@ class AttributionResult(NotebookResult):
         return [self.figure, self.table]
 
     def __str__(self) -> str:
-        return "\n\n".join(map(to_text, self.report_items))
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Dictionary of plain values, ready for JSON."""
-        return to_plain(self)
+        table = self.table
+        if len(table.rows) > NUM_SHOWN:
+            more = f"and {len(table.rows) - NUM_SHOWN} more heads, in .data and --json"
+            table = replace(table, rows=table.rows[:NUM_SHOWN], notes=(more, *table.notes))
+        return "\n\n".join(map(to_text, (self.figure, table)))
 
 
 def _best(head: HeadAttribution) -> float:
@@ -185,11 +170,6 @@ def _best(head: HeadAttribution) -> float:
 
 
 # --- Gradients ------------------------------------------------------------------------------------
-
-
-def interpolate(start: Tensor, end: Tensor, share: float, embedding: Tensor) -> Tensor:
-    """Return the embeddings between those of the clean and of the corrupt text."""
-    return start + share * (end - start)
 
 
 def mix_shares(steps: int) -> list[float]:
@@ -207,15 +187,14 @@ def mix_shares(steps: int) -> list[float]:
 def run_with_gradients(runs: PairRuns, share: float) -> tuple[NodeRun, Tensor]:
     """Return a run whose records are part of the graph of the metric, and the metric."""
     nodes = runs.nodes
-    outputs: dict[str, Any] = {}
+    outputs: dict[str, Tensor] = {}
     if share:
         _ = nodes.first_block  # raises if there are no embeddings to mix
-        texts = [one.recorded[""] for one in (runs.clean, runs.corrupt)]
-        outputs[""] = partial(interpolate, *texts, share)
+        outputs[""] = torch.lerp(runs.clean.recorded[""], runs.corrupt.recorded[""], share)
     node_run = NodeRun(outputs, vector_sites=nodes.vector_sites, tracks_gradients=True)
     with torch.enable_grad():
-        nodes.run(runs.pair.texts.clean, node_run)
-        return node_run, read_value(runs.pair.metric, node_run.logits)
+        logits = nodes.run(runs.pair.texts.clean, node_run)
+        return node_run, read_value(runs.pair.metric, logits)
 
 
 def attribute_pair(runs: PairRuns, steps: int) -> dict[str, dict[str, Array]]:
@@ -294,19 +273,13 @@ def attribute_heads(
     if chosen:
         agreement = Agreement.of(estimates[OUTPUT].mean(0)[chosen], patched.mean(0))
     rows = listed[0].texts.clean.token_rows.get("text", ())
-    (clean, corrupt) = np.array(values).mean(0)
     exact_effects = {head: estimate_effect(patched[:, n]) for n, head in enumerate(chosen)}
     return AttributionResult(
-        get_model_name(reader),
-        describe_metric(metric),
-        len(values),
+        *describe_pairs(reader, metric, values),
         steps,
-        float(clean),
-        float(corrupt - clean),
         tuple(rows[0].words) if rows else (),
         _describe_heads(nodes, estimates, exact_effects, by_pair[0]),
         agreement,
-        tuple(notes_on_weights(reader)),
     )
 
 
@@ -340,7 +313,7 @@ def _sum_tokens(nodes: CircuitModel, by_site: Mapping[str, Array], part: str) ->
 def _patch_heads(runs: PairRuns, numbers: Sequence[int]) -> list[float]:
     """Return the exact change of the metric by the output of each of these heads."""
     heads = runs.nodes.heads
-    return [runs.patch_outputs([heads[number]]) - runs.clean_value for number in numbers]
+    return [runs.patch_output(heads[number]) - runs.clean_value for number in numbers]
 
 
 def _describe_heads(

@@ -9,6 +9,7 @@ of others along direct paths alone.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -96,36 +97,65 @@ def require_gradient(tensor: Tensor) -> Tensor:
 # --- One run --------------------------------------------------------------------------------------
 
 
+class RunHandler(ABC):
+    """Interface of what happens at the nodes of a model while it runs.
+
+    A place is a site, whose heads write [B, T, H, V], the path of a block, whose MLP writes, or ""
+    for the embeddings. `vector_sites` are the sites whose vectors are passed on.
+    """
+
+    vector_sites: Collection[str]
+
+    @abstractmethod
+    def write(self, place: str, output: Tensor) -> Tensor:
+        """Return the output of a place, or what replaces it."""
+
+    @abstractmethod
+    def read_mlp(self, place: str, value: Tensor) -> Tensor:
+        """Return the input of the MLP of a block, or what replaces it."""
+
+    @abstractmethod
+    def change_vectors(self, site: str, vectors: HeadVectors) -> None:
+        """Read or replace queries, keys and values of a site."""
+
+
 @dataclass
-class NodeRun:
+class NodeRun(RunHandler):
     """Replacements and records of one run, by node.
 
-    `outputs` replaces the outputs of all heads of a site [B, T, H, V], of the MLP of a block, or of
-    the embeddings (""), and `inputs` what single nodes read. Recorded are the logits, the outputs
-    by the same keys, the inputs of MLPs by block, and the vectors of heads at `vector_sites`. With
+    `outputs` replaces the outputs of places, `inputs` what single nodes read. Outputs are recorded
+    by place, the inputs of MLPs by block, and the vectors of heads at `vector_sites`. With
     `tracks_gradients`, what is recorded is part of the graph of the logits.
     """
 
-    outputs: Mapping[str, Tensor | Callable[[Tensor], Tensor]] = field(
-        default_factory=dict[str, Any]
-    )
+    outputs: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     inputs: Mapping[Node, Tensor] = field(default_factory=dict[Node, Tensor])
     vector_sites: Collection[str] = ()
     tracks_gradients: bool = False
-    logits: Any = None
     recorded: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     vectors: dict[str, HeadVectors] = field(default_factory=dict[str, HeadVectors])
     mlp_inputs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def write(self, place: str, output: Tensor) -> Tensor:
-        """Record the output of a place, and return what replaces it."""
-        replacement = self.outputs.get(place)
-        if replacement is not None:
-            output = replacement(output) if callable(replacement) else replacement
+        output = self.outputs.get(place, output)
+        self.recorded[place] = require_gradient(output) if self.tracks_gradients else output
+        return self.recorded[place]
+
+    def read_mlp(self, place: str, value: Tensor) -> Tensor:
+        value = self.inputs.get(Node(MLP, place), value)
         if self.tracks_gradients:
-            output = require_gradient(output)
-        self.recorded[place] = output
-        return output
+            # a view of its own: other modules may read the same tensor
+            value = require_gradient(value).view_as(value)
+        self.mlp_inputs[place] = value
+        return value
+
+    def change_vectors(self, site: str, vectors: HeadVectors) -> None:
+        for node, value in self.inputs.items():
+            if node.kind == HEAD and node.place == site:
+                vectors.replace(node.part, node.head, value)
+        if self.tracks_gradients:
+            vectors.change_all(require_gradient)
+        self.vectors[site] = vectors
 
     def read(self, node: Node) -> Tensor:
         """Return what a node read in this run."""
@@ -134,61 +164,36 @@ class NodeRun:
         return self.vectors[node.place].get(node.part, node.head)
 
 
-class SiteRun(AttentionHook):
-    """Replace and record the heads of one site in a run."""
+@dataclass(frozen=True, eq=False)
+class _SiteHook(AttentionHook):
+    """Pass the heads of one site to the handler of a run."""
 
-    def __init__(self, run: NodeRun, site: str) -> None:
-        self.run = run
-        self.site = site
+    handler: RunHandler
+    site: str
 
     @property
     def needs_vectors(self) -> bool:
-        return self.site in self.run.vector_sites
+        return self.site in self.handler.vector_sites
 
     def on_vectors(self, vectors: HeadVectors, /) -> None:
-        for node, value in self.run.inputs.items():
-            if node.kind == HEAD and node.place == self.site:
-                vectors.replace(node.part, node.head, value)
-        if self.run.tracks_gradients:
-            vectors.change_all(require_gradient)
-        self.run.vectors[self.site] = vectors
+        self.handler.change_vectors(self.site, vectors)
 
     def on_head_outputs(self, outputs: Tensor, /) -> Tensor:
-        return self.run.write(self.site, outputs)
+        return self.handler.write(self.site, outputs)
 
 
-def _read_input(
-    node_run: NodeRun, place: str, module: nn.Module, run: Function, args: Any, kwargs: Any
-) -> Any:
-    def read(value: Tensor) -> Tensor:
-        value = node_run.inputs.get(Node(MLP, place), value)
-        if node_run.tracks_gradients:
-            # a view of its own: other modules may read the same tensor
-            value = require_gradient(value).view_as(value)
-        node_run.mlp_inputs[place] = value
-        return node_run.mlp_inputs[place]
-
-    return _run_with_first(read, run, args, kwargs)
+Change = Callable[[Tensor], Tensor]
 
 
-def _write_output(
-    node_run: NodeRun, place: str, module: nn.Module, run: Function, args: Any, kwargs: Any
-) -> Any:
+def change_output(change: Change, module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
+    """Run a module with a change of its output, or of the first of its outputs."""
     output = run(*args, **kwargs)
     if isinstance(output, Tensor):
-        return node_run.write(place, output)
-    return (node_run.write(place, output[0]), *output[1:])
+        return change(output)
+    return (change(output[0]), *output[1:])
 
 
-def _write_embedding(
-    node_run: NodeRun, module: nn.Module, run: Function, args: Any, kwargs: Any
-) -> Any:
-    return _run_with_first(partial(node_run.write, ""), run, args, kwargs)
-
-
-def _run_with_first(
-    change: Callable[[Tensor], Tensor], run: Function, args: Any, kwargs: dict[str, Any]
-) -> Any:
+def _change_input(change: Change, module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
     """Run a module with a change of its first argument, which may be given by name."""
     if args:
         return run(change(args[0]), *args[1:], **kwargs)
@@ -360,18 +365,19 @@ class CircuitModel:
                     "be frozen; patch paths with free MLPs"
                 )
 
-    def run(self, inputs: ModelInputs, node_run: NodeRun) -> NodeRun:
-        """Run the model on one text with these replacements; the run records its nodes."""
-        hooks = {name: SiteRun(node_run, name) for name in self.site_names}
+    def run(self, inputs: ModelInputs, handler: RunHandler) -> Tensor:
+        """Run the model on one text and return its logits; the handler gets all nodes."""
+        hooks = {name: _SiteHook(handler, name) for name in self.site_names}
         overrides: list[ForwardOverride] = []
         for place, mlp in self.mlps.items():
-            overrides.append(ForwardOverride(mlp.writer, partial(_write_output, node_run, place)))
-            overrides.append(ForwardOverride(mlp.reader, partial(_read_input, node_run, place)))
+            write = partial(change_output, partial(handler.write, place))
+            read = partial(_change_input, partial(handler.read_mlp, place))
+            overrides += [ForwardOverride(mlp.writer, write), ForwardOverride(mlp.reader, read)]
         if len(self.parents) == 1:
-            overrides.append(ForwardOverride(self.first_block, partial(_write_embedding, node_run)))
+            write = partial(_change_input, partial(handler.write, ""))
+            overrides.append(ForwardOverride(self.first_block, write))
         with override_forwards(overrides), hook_sites(self.model, self.site_modules, hooks):
-            node_run.logits = get_output_tensor(run_prepared(self.model, inputs))
-        return node_run
+            return get_output_tensor(run_prepared(self.model, inputs))
 
 
 # --- Pairs of texts -------------------------------------------------------------------------------

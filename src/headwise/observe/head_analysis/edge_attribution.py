@@ -10,47 +10,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...report.data import Axis, Column, Estimate, Figure, Item, Plot, Series, Table
-from ...report.notebook import NotebookResult
-from ...report.render import to_plain, to_text
+from ...report.render import to_plain
 from ...report.text import choose_format, format_bytes, format_share
-from ...util.errors import pluralise
-from ..inspect.hooks import (
-    AttentionHook,
-    ForwardOverride,
-    Function,
-    hook_sites,
-    override_forwards,
-    run_prepared,
-)
-from ..inspect.model_inputs import ModelInputs, map_tensors
+from ..inspect.hooks import ForwardOverride, override_forwards
 from ..inspect.site import VECTOR_FIELDS, HeadVectors
-from ..inspect.trace_capture import get_model_name
-from .attribution_patching import Agreement, choose_to_check, mix_shares, run_with_gradients
-from .circuit_graph import HEAD, LOGITS, MLP, CircuitModel, Node, NodeRun, read_value
+from .attribution_patching import (
+    NUM_SHOWN,
+    Agreement,
+    choose_to_check,
+    mix_shares,
+    run_with_gradients,
+)
+from .circuit_graph import (
+    EMBEDDING,
+    HEAD,
+    LOGITS,
+    MLP,
+    CircuitModel,
+    Node,
+    NodeRun,
+    RunHandler,
+    change_output,
+    read_value,
+)
 from .head_table import INTERVAL_NOTE
-from .objectives import get_output_tensor
 from .path_patching import (
+    CircuitResult,
     MetricPair,
     PairRuns,
-    describe_metric,
+    describe_pairs,
     estimate_effect,
-    notes_on_weights,
     read_pairs,
 )
 from .resampling import Array
 from .text_analysis import text_reader
 
-NUM_SHOWN = 30  # edges of a table
 EdgeMask = NDArray[np.bool_]  # [senders, receivers]
 
 
@@ -100,20 +104,17 @@ class CircuitSize:
 
 
 @dataclass(frozen=True, repr=False)
-class EdgeGraph(NotebookResult):
-    """Scores of all edges of a model for a metric, and the share that circuits of edges keep."""
+class EdgeGraph(CircuitResult):
+    """Scores of all edges of a model for a metric, and the share that circuits of edges keep.
 
-    model: str
-    metric: str
-    pairs: int
-    clean: float
-    total: float
+    `edges` are the largest ones, `scores` all of them [senders, receivers].
+    """
+
     num_edges: int
     edges: tuple[Edge, ...]
     sizes: tuple[CircuitSize, ...]
     agreement: Agreement | None
-    notes: tuple[str, ...] = ()
-    scores: Array = field(default_factory=lambda: np.empty((0, 0)))
+    scores: Array
 
     @property
     def table(self) -> Table:
@@ -126,9 +127,7 @@ class EdgeGraph(NotebookResult):
             Column(name, choose_format(numbers)) for name in ("score", "low", "high", "patched")
         ]
         title = (
-            f"{self.model}, {self.metric}, {pluralise(self.pairs, 'pair')}: "
-            f"clean {self.clean:.4g}, corrupt {self.clean + self.total:.4g}; the {len(rows)} "
-            f"largest of {self.num_edges:,} edges; {INTERVAL_NOTE}"
+            f"{self.title}; the {len(rows)} largest of {self.num_edges:,} edges; {INTERVAL_NOTE}"
         )
         sentence = [] if self.agreement is None else [self.agreement.sentence]
         notes = (*sentence, *self.notes)
@@ -164,13 +163,10 @@ class EdgeGraph(NotebookResult):
         """The largest edges, and the sizes of circuits."""
         return [self.table, *([self.size_table] if self.sizes else [])]
 
-    def __str__(self) -> str:
-        return "\n\n".join(map(to_text, self.report_items))
-
     @property
     def data(self) -> dict[str, Any]:
-        """Dictionary of plain values, ready for JSON."""
-        return to_plain(replace(self, scores=np.empty((0, 0))))
+        """Dictionary of plain values, ready for JSON; without the scores of small edges."""
+        return to_plain(replace(self, scores=np.empty(0)))
 
 
 # --- Scores ---------------------------------------------------------------------------------------
@@ -194,8 +190,7 @@ def score_edges(runs: PairRuns, steps: int) -> Array:
         }
         frozen = NodeRun(outputs, vector_sites=nodes.vector_sites, tracks_gradients=True)
         with torch.enable_grad():
-            nodes.run(runs.pair.texts.clean, frozen)
-            direct = read_value(runs.pair.metric, frozen.logits)
+            direct = read_value(runs.pair.metric, nodes.run(runs.pair.texts.clean, frozen))
         inputs = _input_tensors(frozen)
         for column, node in enumerate(nodes.receivers):
             key = (node.place, node.part)
@@ -248,87 +243,59 @@ def _direct_effects(
 # --- Circuits -------------------------------------------------------------------------------------
 
 
-class _CircuitRun:
-    """One run of the clean text in which every node has a row of the batch with its own residual
-    stream: along kept edges it holds what nodes compute now, along others the corrupt outputs.
+class _CircuitRun(RunHandler):
+    """A run of the clean text in which every receiver has a row of the batch with a residual stream
+    of its own: along its kept edges it gets what nodes compute now, along others the corrupt
+    outputs.
     """
 
     def __init__(self, runs: PairRuns, edges: EdgeMask) -> None:
-        self.nodes = runs.nodes
+        self.vector_sites = runs.nodes.site_names
         self.corrupt = runs.corrupt.recorded
-        self.rows = {node: row for row, node in enumerate(self.nodes.receivers)}
-        self.masks = {
-            node: torch.from_numpy(edges[number]) for number, node in enumerate(self.nodes.senders)
-        }
+        self.rows = {node: row for row, node in enumerate(runs.nodes.receivers)}
+        masks = map(torch.from_numpy, edges)
+        self.masks = dict(zip(runs.nodes.senders, masks, strict=True))
+        self.outputs: dict[str, Tensor] = {}  # of heads by site, [1, T, H, V]
 
-    def choose(self, node: Node, current: Tensor, corrupt: Tensor) -> Tensor:
+    def write(self, place: str, output: Tensor) -> Tensor:
+        corrupt = self.corrupt[place]
+        if place not in self.outputs:
+            node = Node(MLP, place) if place else Node(EMBEDDING)
+            return self._choose(node, output[:1], corrupt)
+        current = self.outputs[place]
+        heads = [
+            self._choose(Node(HEAD, place, head), current[:, :, head], corrupt[:, :, head])
+            for head in range(current.shape[2])
+        ]
+        return torch.stack(heads, 2)
+
+    def _choose(self, node: Node, current: Tensor, corrupt: Tensor) -> Tensor:
         """Return the output of a node in every row, [rows, T, width]."""
         is_kept = self.masks[node].to(current.device)[:, None, None]
         return torch.where(is_kept, current, corrupt)
 
-    def write_embedding(self, module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
-        first = args[0] if args else next(iter(kwargs.values()))
-        chosen = self.choose(self.nodes.senders[0], first[:1], self.corrupt[""])
-        if args:
-            return run(chosen, *args[1:], **kwargs)
-        return run(**{**kwargs, next(iter(kwargs)): chosen})
+    def read_mlp(self, place: str, value: Tensor) -> Tensor:
+        return self.read_row(Node(MLP, place), value)
 
-    def read_mlp(self, place: str, module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
-        row = self.rows[Node(MLP, place)]
-        return run(args[0][row : row + 1], *args[1:], **kwargs)
+    def read_row(self, node: Node, value: Tensor) -> Tensor:
+        """Return what one receiver reads, [1, T, width]."""
+        row = self.rows[node]
+        return value[row : row + 1]
 
-    def write_mlp(
-        self, place: str, module: nn.Module, run: Function, args: Any, kwargs: Any
-    ) -> Any:
-        output = run(*args, **kwargs)
-        is_tensor = isinstance(output, Tensor)
-        current = output if is_tensor else output[0]
-        chosen = self.choose(Node(MLP, place), current, self.corrupt[place])
-        return chosen if is_tensor else (chosen, *output[1:])
-
-    def keep_logits(self, module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
-        """Pass the row of the logits to what is behind the last block."""
-        row = self.rows[Node(LOGITS)]
-        return map_tensors(lambda one: one[row : row + 1], run(*args, **kwargs))
-
-
-class _CircuitSite(AttentionHook):
-    """Compute the heads of one site from their rows, and write their outputs to all rows."""
-
-    def __init__(self, circuit: _CircuitRun, site: str) -> None:
-        self.circuit = circuit
-        self.site = site
-        self.outputs_BTHV: Tensor | None = None
-
-    def on_vectors(self, vectors: HeadVectors, /) -> None:
+    def change_vectors(self, site: str, vectors: HeadVectors) -> None:
         inputs = vectors.inputs
+        heads = range(vectors.num_heads)
         chosen: dict[str, Tensor] = {}
         for part, name in VECTOR_FIELDS.items():
-            tensor = getattr(inputs, name)
-            rows = [
-                self.circuit.rows[Node(HEAD, self.site, head, part)]
-                for head in range(vectors.num_heads)
-            ]
-            chosen[name] = torch.stack([tensor[row, :, n] for n, row in enumerate(rows)], 1)[None]
+            rows = [self.rows[Node(HEAD, site, head, part)] for head in heads]
+            chosen[name] = getattr(inputs, name)[rows, :, list(heads)].transpose(0, 1)[None]
         for name in ("mask", "bias"):
             mask = getattr(inputs, name)
             if mask is not None and mask.dim() == 4:
                 chosen[name] = mask[:1]
         of_rows = HeadVectors(replace(inputs, **chosen))
-        of_rows.changed_heads.update(range(vectors.num_heads))
-        self.outputs_BTHV = of_rows.edit_outputs(torch.empty_like(chosen["v_BSGV"]))
-
-    def on_head_outputs(self, outputs: Tensor, /) -> Tensor:
-        current = self.outputs_BTHV
-        assert current is not None
-        corrupt = self.circuit.corrupt[self.site]
-        heads = [
-            self.circuit.choose(
-                Node(HEAD, self.site, head), current[:, :, head], corrupt[:, :, head]
-            )
-            for head in range(current.shape[2])
-        ]
-        return torch.stack(heads, 2)
+        of_rows.changed_heads.update(heads)
+        self.outputs[site] = of_rows.edit_outputs(torch.empty_like(chosen["v_BSGV"]))
 
 
 @torch.no_grad()
@@ -338,29 +305,11 @@ def run_circuit(runs: PairRuns, edges: EdgeMask) -> float:
     """
     nodes = runs.nodes
     circuit = _CircuitRun(runs, edges)
-    hooks = {name: _CircuitSite(circuit, name) for name in nodes.site_names}
-    overrides = [
-        ForwardOverride(nodes.first_block, circuit.write_embedding),
-        ForwardOverride(nodes.last_block, circuit.keep_logits),
-    ]
-    for place, mlp in nodes.mlps.items():
-        overrides.append(ForwardOverride(mlp.writer, partial(circuit.write_mlp, place)))
-        overrides.append(ForwardOverride(mlp.reader, partial(circuit.read_mlp, place)))
-    inputs = _repeat_rows(runs.pair.texts.clean, len(nodes.receivers))
-    with override_forwards(overrides), hook_sites(nodes.model, nodes.site_modules, hooks):
-        return runs.pair.value(get_output_tensor(run_prepared(nodes.model, inputs)))
-
-
-def _repeat_rows(inputs: ModelInputs, count: int) -> ModelInputs:
-    def repeat(tensor: Tensor) -> Tensor:
-        is_row = tensor.dim() and len(tensor) == 1
-        return tensor.expand(count, *tensor.shape[1:]) if is_row else tensor
-
-    return replace(
-        inputs,
-        args=map_tensors(repeat, inputs.args),
-        kwargs=map_tensors(repeat, dict(inputs.kwargs)),
-    )
+    keep_logits = partial(circuit.read_row, Node(LOGITS))
+    last = ForwardOverride(nodes.last_block, partial(change_output, keep_logits))
+    with override_forwards([last]):
+        inputs = runs.pair.texts.clean.repeat(len(nodes.receivers))
+        return runs.pair.value(nodes.run(inputs, circuit))
 
 
 def _measure_sizes(
@@ -461,21 +410,9 @@ def attribute_edges(
         sender, receiver = places[n]
         names = (nodes.name(nodes.senders[sender]), nodes.name(nodes.receivers[receiver]))
         edges.append(Edge(*names, estimate_effect(scores[:, sender, receiver]), exact.get(n)))
-    values = np.array([(runs.clean_value, runs.corrupt_value) for runs in all_runs])
-    (clean, corrupt) = values.mean(0)
-    return EdgeGraph(
-        get_model_name(reader),
-        describe_metric(metric),
-        len(listed),
-        float(clean),
-        float(corrupt - clean),
-        len(places),
-        tuple(edges),
-        sizes,
-        agreement,
-        tuple(notes_on_weights(reader)),
-        mean,
-    )
+    values = [(runs.clean_value, runs.corrupt_value) for runs in all_runs]
+    described = describe_pairs(reader, metric, values)
+    return EdgeGraph(*described, len(places), tuple(edges), sizes, agreement, mean)
 
 
 def check_budget(nodes: CircuitModel, pairs: Sequence[MetricPair], budget: int) -> None:

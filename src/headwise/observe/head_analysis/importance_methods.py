@@ -9,7 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -130,11 +130,7 @@ class RepeatedForward:
         hooked = [self._block_of_site.get(name) for name in hooks]
         has_known_blocks = all(order.count(block) == 1 for block in hooked)
         first = min(map(order.index, hooked), default=0) if has_known_blocks else 0
-        inputs = replace(
-            self.inputs,
-            args=map_tensors(repeat, self.inputs.args),
-            kwargs=map_tensors(repeat, dict(self.inputs.kwargs)),
-        )
+        inputs = self.inputs.repeat(num_rows)
         overrides = [
             ForwardOverride(block, replay, (output,))
             for block, output in self._block_outputs[:first]

@@ -8,18 +8,18 @@ of the clean text, in which everything else is computed as usual.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...report.data import Column, Estimate, Table
-from ...report.notebook import TableResult
-from ...report.render import to_plain
+from ...report.data import Column, Estimate, Item, Table
+from ...report.notebook import NotebookResult
+from ...report.render import to_plain, to_text
 from ...report.text import choose_format, format_p
 from ...util.errors import pluralise
 from ..inspect.trace_capture import get_model_name
@@ -72,13 +72,6 @@ def read_pairs(model: nn.Module, pairs: Iterable[Any], metric: Any) -> list[Metr
     return read
 
 
-def describe_metric(metric: Any) -> str:
-    """Return the name of a metric for titles."""
-    if isinstance(metric, TokenMetric):
-        return metric.name
-    return metric if isinstance(metric, str) else getattr(metric, "__name__", "metric")
-
-
 def estimate_effect(effects: Array, chance: Array | None = None) -> Estimate:
     """Return the mean of effects [pairs] with its interval, the mean of the chance level [pairs],
     and the p-value that they are equal, by the differences within pairs.
@@ -92,6 +85,57 @@ def estimate_effect(effects: Array, chance: Array | None = None) -> Estimate:
 
 
 # --- Results --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class CircuitResult(NotebookResult):
+    """Base class of effects on a metric, over pairs of texts.
+
+    `clean` is the mean metric of the clean texts, `total` the mean difference of the corrupt ones.
+    """
+
+    model: str
+    metric: str
+    pairs: int
+    clean: float
+    total: float
+    notes: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """The metric of both texts."""
+        return (
+            f"{self.model}, {self.metric}, {pluralise(self.pairs, 'pair')}: "
+            f"clean {self.clean:.4g}, corrupt {self.clean + self.total:.4g}"
+        )
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(to_text, self.report_items))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Dictionary of plain values, ready for JSON."""
+        return to_plain(self)
+
+
+ResultFields = tuple[str, str, int, float, float, tuple[str, ...]]  # of a `CircuitResult`
+
+
+def describe_pairs(
+    model: nn.Module, metric: Any, values: Sequence[tuple[float, float]]
+) -> ResultFields:
+    """Return the fields of a `CircuitResult`, from the metric of both texts of each pair."""
+    if isinstance(metric, TokenMetric):
+        metric = metric.name
+    elif not isinstance(metric, str):
+        metric = getattr(metric, "__name__", "metric")
+    (clean, corrupt) = np.array(values).mean(0)
+    # weights of a model of transformers that come from no checkpoint
+    config = getattr(model, "config", None)
+    is_new = config is not None and getattr(config, "_name_or_path", None) == ""
+    notes = ("the weights come from no checkpoint, so they may be untrained",) if is_new else ()
+    numbers = (len(values), float(clean), float(corrupt - clean))
+    return (get_model_name(model), metric, *numbers, notes)
 
 
 @dataclass(frozen=True)
@@ -109,17 +153,11 @@ class PathEffect:
 
 
 @dataclass(frozen=True, repr=False)
-class PathEffects(TableResult):
-    """Effects of paths on a metric; `total` is the mean difference of the corrupt texts."""
+class PathEffects(CircuitResult):
+    """Effects of paths on a metric, with free or frozen MLPs."""
 
-    model: str
-    metric: str
     mlps: str
-    pairs: int
-    clean: float
-    total: float
     paths: tuple[PathEffect, ...]
-    notes: tuple[str, ...] = ()
 
     @property
     def table(self) -> Table:
@@ -127,24 +165,20 @@ class PathEffects(TableResult):
         rows: list[tuple[Any, ...]] = []
         for path in self.paths:
             effect = path.effect
-            share = effect.value / self.total if self.total else float("nan")
-            rows.append((path.name, effect.value, effect.low, effect.high, effect.chance, share))
-            rows[-1] = (*rows[-1], effect.p)
+            share = effect.value / self.total if self.total else math.nan
+            rows.append((path.name, *effect[:4], share, effect.p))
         numbers = [value for row in rows for value in row[1:5]]
         alike = [
             Column(name, choose_format(numbers)) for name in ("effect", "low", "high", "chance")
         ]
         columns = ("path", *alike, "of total", Column("p", format_p))
-        title = (
-            f"{self.model}, {self.metric}, {pluralise(self.pairs, 'pair')}: "
-            f"clean {self.clean:.4g}, corrupt {self.clean + self.total:.4g}; {INTERVAL_NOTE}"
-        )
+        title = f"{self.title}; {INTERVAL_NOTE}"
         return Table(title, columns, rows, self.notes).without_empty_columns()
 
     @property
-    def data(self) -> dict[str, Any]:
-        """Dictionary of plain values, ready for JSON."""
-        return to_plain(self)
+    def report_items(self) -> Sequence[Item]:
+        """The table."""
+        return [self.table]
 
 
 # --- Runs -----------------------------------------------------------------------------------------
@@ -159,10 +193,10 @@ class PairRuns:
         self.nodes = nodes
         self.pair = pair
         with torch.no_grad():
-            self.clean = nodes.run(pair.texts.clean, NodeRun(vector_sites=vector_sites))
-            self.corrupt = nodes.run(pair.texts.corrupt, NodeRun(vector_sites=vector_sites))
-        self.clean_value = pair.value(self.clean.logits)
-        self.corrupt_value = pair.value(self.corrupt.logits)
+            self.clean = NodeRun(vector_sites=vector_sites)
+            self.clean_value = pair.value(nodes.run(pair.texts.clean, self.clean))
+            self.corrupt = NodeRun(vector_sites=vector_sites)
+            self.corrupt_value = pair.value(nodes.run(pair.texts.corrupt, self.corrupt))
 
     def with_senders(self, senders: Sequence[Node]) -> dict[str, Tensor]:
         """Return the outputs of the clean text by place, with senders as in the corrupt text."""
@@ -170,22 +204,17 @@ class PairRuns:
         for node in senders:
             corrupt = self.corrupt.recorded[node.place]
             if node.kind == HEAD:
-                outputs[node.place] = _replace_heads(corrupt, [node.head], outputs[node.place])
+                outputs[node.place] = outputs[node.place].clone()
+                outputs[node.place][..., node.head, :] = corrupt[..., node.head, :]
             else:
                 outputs[node.place] = corrupt
         return outputs
 
     @torch.no_grad()
-    def patch_outputs(self, senders: Sequence[Node]) -> float:
-        """Return the metric while the outputs of these nodes are those of the corrupt text."""
-        outputs: dict[str, Any] = {}
-        for node in senders:
-            if node.kind != HEAD:
-                outputs[node.place] = self.corrupt.recorded[node.place]
-                continue
-            heads = [one.head for one in senders if one.place == node.place]
-            outputs[node.place] = partial(_replace_heads, self.corrupt.recorded[node.place], heads)
-        return self.pair.value(self.nodes.run(self.pair.texts.clean, NodeRun(outputs)).logits)
+    def patch_output(self, sender: Node) -> float:
+        """Return the metric while the output of one node is that of the corrupt text."""
+        patched = NodeRun({sender.place: self.with_senders([sender])[sender.place]})
+        return self.pair.value(self.nodes.run(self.pair.texts.clean, patched))
 
     @torch.no_grad()
     def patch_path(self, senders: Sequence[Node], receivers: Sequence[Node], mlps: str) -> float:
@@ -200,18 +229,12 @@ class PairRuns:
                 if place not in self.nodes.mlps or place in sent
             }
         frozen = NodeRun(outputs, vector_sites=sites)
-        self.nodes.run(self.pair.texts.clean, frozen)
+        logits = self.nodes.run(self.pair.texts.clean, frozen)
         if receivers[0].kind == LOGITS:
-            return self.pair.value(frozen.logits)
+            return self.pair.value(logits)
         inputs = {node: frozen.read(node) for node in receivers}
         patched = NodeRun(inputs=inputs, vector_sites=sites)
-        return self.pair.value(self.nodes.run(self.pair.texts.clean, patched).logits)
-
-
-def _replace_heads(other: Tensor, heads: list[int], outputs: Tensor) -> Tensor:
-    edited = outputs.clone()
-    edited[..., heads, :] = other[..., heads, :]
-    return edited
+        return self.pair.value(self.nodes.run(self.pair.texts.clean, patched))
 
 
 def patch_paths(
@@ -268,17 +291,7 @@ def patch_paths(
         chance = array[:, 1:].mean(1) if array.shape[1] > 1 else None
         effect = estimate_effect(array[:, 0], chance)
         effects.append(PathEffect(nodes.names(senders), nodes.names(receivers), effect))
-    (clean, corrupt) = np.array(values).mean(0)
-    return PathEffects(
-        get_model_name(reader),
-        describe_metric(metric),
-        mlps,
-        len(values),
-        float(clean),
-        float(corrupt - clean),
-        tuple(effects),
-        tuple(notes_on_weights(reader)),
-    )
+    return PathEffects(*describe_pairs(reader, metric, values), mlps, tuple(effects))
 
 
 def check_path(
@@ -335,11 +348,3 @@ def random_sets(
             chosen += [others[place][n] for n in picked]
         sets.append(chosen)
     return sets
-
-
-def notes_on_weights(model: nn.Module) -> list[str]:
-    """Return a note if the weights of a model of transformers come from no checkpoint."""
-    config = getattr(model, "config", None)
-    if config is None or getattr(config, "_name_or_path", None) != "":
-        return []
-    return ["the weights come from no checkpoint, so they may be untrained"]

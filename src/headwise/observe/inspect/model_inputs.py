@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -224,6 +224,16 @@ class ModelInputs:
     has_source: bool = False
     prompt_ids: list[list[int]] = field(default_factory=list)
     decode_token: TokenDecoder = str
+
+    def repeat(self, num_rows: int) -> ModelInputs:
+        """Return the arguments of a batch of equal rows, from those of one row."""
+
+        def expand(tensor: Tensor) -> Tensor:
+            is_one_row = tensor.dim() and len(tensor) == 1
+            return tensor.expand(num_rows, *tensor.shape[1:]) if is_one_row else tensor
+
+        kwargs = map_tensors(expand, dict(self.kwargs))
+        return replace(self, args=map_tensors(expand, self.args), kwargs=kwargs)
 
     def extend_rows(self, new_ids: Sequence[Sequence[int]]) -> tuple[TokenRow, ...]:
         """Extend text rows by generated ids, which may include the prompt or only continue it."""
