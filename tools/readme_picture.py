@@ -35,15 +35,16 @@ CLASSES = {
     "same token": "duplicate",
     "punctuation": "punctuation",
     "itself": "self",
+    "rare token": "rare-token",
 }
 THEMES = {  # background, text, grey, colours of the classes
     "light": (
         *("#ffffff", "#1f2328", "#dfe3e8"),
-        ("#9cc3e6", "#d55e00", "#007a5a", "#a8458a", "#c99a2e", "#5c6b7a"),
+        ("#9cc3e6", "#d55e00", "#007a5a", "#a8458a", "#c99a2e", "#5c6b7a", "#6a4fd0"),
     ),
     "dark": (
         *("#0d1117", "#e6edf3", "#2b323b"),
-        ("#34648f", "#ff9248", "#3ecf9f", "#dd86c4", "#e0b84d", "#98a7b5"),
+        ("#34648f", "#ff9248", "#3ecf9f", "#dd86c4", "#e0b84d", "#98a7b5", "#a596ff"),
     ),
 }
 SHOWN = ("previous", "induction", "sink")  # the classes of the three patterns
@@ -52,14 +53,18 @@ LARGE, SMALL = 20, 17  # points: 10 and 8.6 pixels where the picture is 360 pixe
 
 
 def first_class(head: dict[str, Any]) -> str:
-    """The class with the highest score."""
-    return head["classes"][0]["name"]
+    """What the head does beside its sinks."""
+    return head["class"]
 
 
 def strongest(heads: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """The head of a class with the highest score."""
-    own = [head for head in heads if first_class(head) == name]
-    return max(own, key=lambda head: head["classes"][0]["score"])
+    """The head of a class with the highest score, times the weight that sinks leave."""
+
+    def visible_score(head: dict[str, Any]) -> float:
+        rest = 1.0 if name == "sink" else 1 - head["measures"]["sink"]["value"]
+        return head["classes"][0]["score"] * rest
+
+    return max((head for head in heads if first_class(head) == name), key=visible_score)
 
 
 def draw(heads: list[dict[str, Any]], patterns: dict[str, np.ndarray], theme: str) -> bytes:
@@ -113,9 +118,9 @@ def draw_classes(axes: Any, heads: list[dict[str, Any]], colours: dict[str, str]
 
 
 def draw_legend(figure: Any, counts: Counter[str], colours: dict[str, str], text: str) -> None:
-    """Name the classes with their numbers of heads, in two rows of three."""
+    """Name the classes with their numbers of heads, in rows of three."""
     for number, (words, name) in enumerate(CLASSES.items()):
-        x, y = 0.075 + 0.315 * (number % 3), 0.475 - 0.045 * (number // 3)
+        x, y = 0.075 + 0.315 * (number % 3), 0.51 - 0.045 * (number // 3)
         square = Rectangle((x, y), 0.024, 0.024 * WIDTH / HEIGHT, color=colours[name], lw=0)
         figure.add_artist(square)
         figure.text(x + 0.035, y, f"{words} {counts[name]}", color=text, fontsize=SMALL)
