@@ -129,6 +129,7 @@ def test_a_window_says_that_another_one_opened_another_text(page: Any):
         note.get_by_role("button").click()
         note.wait_for(state="detached")
         page.get_by_role("application").wait_for()
+        page.get_by_role("complementary").get_by_text("this text").wait_for()
         other.get_by_role("link", name="Text").click()
         other.get_by_role("alert").filter(has_text="Another window").wait_for()
         other.close()

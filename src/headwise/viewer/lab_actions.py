@@ -397,9 +397,7 @@ def generate_text(model: OpenModel, progress: JobProgress, count: int) -> dict[s
 
     net = model.get_model()
     if detect_head_objective(net) != "next-token":
-        raise ValueError(
-            "only a decoder that predicts next tokens can continue a text; open such a model"
-        )
+        raise ValueError("error.onlyDecoder")
     inputs: Any = dict(open_inputs(model).kwargs)
     first = (prepare_inputs(net, inputs, count).token_counts or {}).get("text", 0)
     check_token_counts({"text": first + count}, model.max_tokens)
@@ -457,7 +455,7 @@ def check_by_removal(model: OpenModel, ablation: Ablation, after: Outputs) -> di
     except (ValueError, KeyError, IndexError, NotImplementedError) as error:
         return unchecked(str(error))
     if values.shape != after.values.shape:
-        return unchecked("the copy without these heads ends in a token head, this model does not")
+        return unchecked("error.noCopy")
     return {"possible": True, "reason": "", "areLogits": after.are_logits} | _compare(
         model, native, smaller, ablation.heads, float((values - after.values).abs().max()), after
     )

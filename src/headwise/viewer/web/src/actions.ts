@@ -1,15 +1,15 @@
 // What the page can do to the model and the selection; used by buttons, keys and commands alike.
 
 import { batch, computed, signal, type Signal } from "@preact/signals";
-import { announcement, doc, firstHeads, generation, groupingNames, headCount, headName, isAblated, isMeasuring, lens, loadDocument, matrixView, measures, openName, openSource, openText, pinned, runJob, selectedHead, selectedSite, selectedToken, sites, source, type MeasureTable } from "./state";
+import { announcement, doc, firstHeads, generation, groupingNames, headCount, headName, isAblated, isLoaded, isMeasuring, lens, loadDocument, matrixView, measures, openName, openSource, openText, pinned, runJob, selectedHead, selectedSite, selectedToken, sites, source, type MeasureTable } from "./state";
 import type { AblatedHead, Grouping, ViewDocument } from "./source";
 import { say, t } from "./i18n";
 
-/** Whether measures are missing that the model can have: of the open text, or of several texts, which an earlier visit left. */
-export function lacksMeasures(): boolean {
+/** Whether measures are missing that the model can have: of the open text, which may have been opened just now, or of several texts. */
+export function lacksMeasures(isOpened = false): boolean {
   const table = measures.value;
   if (!source.isLive || !doc.value?.capabilities.measure.possible || !doc.value.sites.length) return false;
-  return !table || (!table.severalTexts && doc.value.texts.length > 1) || (!table.own.names.length && !doc.value.isFirstText);
+  return !table || (!table.severalTexts && doc.value.texts.length > 1) || (!table.own.names.length && (isOpened || !doc.value.isFirstText));
 }
 
 /** Measure the heads on the open text, and once for a model on its other texts, which can name classes. */
@@ -94,17 +94,18 @@ export function isRunOf(found: ViewDocument, { text, source: from }: { text: str
   return (!text || read("text") === text) && read("source") === from;
 }
 
-/** Show what the address names again, after another window has opened something else. */
+/** Show what the address names, again if another window has opened something else, and measure its heads. */
 export async function reopenAddress(): Promise<void> {
-  await openAddress();
+  const isOpened = await openAddress();
   await loadDocument();
+  if (isLoaded.value && lacksMeasures(isOpened)) void measureHeads();
 }
 
-/** Let the server show what the address names: another window, or an earlier visit, may have opened something else. */
-export async function openAddress(): Promise<void> {
+/** Let the server show what the address names; returns whether it had something else open, as another window or an earlier visit may have left it. */
+export async function openAddress(): Promise<boolean> {
   source.revision = null;
   const found = source.isLive ? await source.document().catch(() => null) : null;
-  if (!found) return;
+  if (!found) return false;
   const texts = { text: openText.value, source: openSource.value };
   const isModel = found.opened === openName.value;
   const isOpen = isModel && isRunOf(found, texts);
@@ -112,6 +113,7 @@ export async function openAddress(): Promise<void> {
   if (!isOpen && (texts.text || texts.source)) await runJob("text", texts.source ? texts : { text: texts.text });
   const grouping = Object.fromEntries(GROUPINGS.map((name) => [name, groupingNames.value.includes(name)])) as unknown as Grouping;
   if (GROUPINGS.some((name) => grouping[name] !== (isOpen && found.grouping[name]))) await runJob("group", { ...grouping });
+  return !isOpen;
 }
 
 /** Switches that merge tokens or leave some out. */

@@ -3,8 +3,8 @@
 import { Button } from "./components/basics";
 import { batch, signal } from "@preact/signals";
 import { render, type ComponentType, type JSX } from "preact";
-import { groupTokens, isGrouped, lacksMeasures, measureHeads, reopenAddress, toggleAblated, togglePin } from "./actions";
-import { addedTokens, announcement, doc, excludedTokens, isLoaded, job, loadDocument, loadError, lockedCell, moveHead, overlay, screen, SCREENS, type ScreenId, selectedToken, showsTable, sinksFirst, source, startClassNames, startHash } from "./state";
+import { groupTokens, isGrouped, reopenAddress, toggleAblated, togglePin } from "./actions";
+import { addedTokens, announcement, doc, excludedTokens, job, loadDocument, loadError, lockedCell, moveHead, overlay, screen, SCREENS, type ScreenId, selectedToken, showsTable, sinksFirst, source, startClassNames, startHash } from "./state";
 import { watchTheme } from "./canvas/colors";
 import { ErrorNote } from "./components/basics";
 import { brushedHeads, classFilter } from "./components/head_grid";
@@ -137,10 +137,7 @@ startHash();
 watchTheme();
 addEventListener("keydown", onKey);
 render(<App />, document.getElementById("app")!);
-void reopenAddress().then(() => {
-  startClassNames();
-  if (isLoaded.value && lacksMeasures()) void measureHeads();
-});
+void reopenAddress().then(startClassNames);
 /** Another window may have opened another text meanwhile. */
 addEventListener("focus", async () => {
   const found = source.isLive && doc.value && !job.value ? await source.document().catch(() => null) : null;

@@ -1,7 +1,7 @@
 // Why a head has its class: what the class measures, its value and chance.
 
 import type { JSX } from "preact";
-import { classWord, format, formatInterval, measureMeaning, measureName, t } from "../i18n";
+import { classWord, format, formatInterval, measureMeaning, t } from "../i18n";
 import { type HeadClass, headIndex, headName, language, measuredClasses, measureOf, measures, selectedHead, selectedSite } from "../state";
 import { Panel } from "./basics";
 
@@ -26,7 +26,7 @@ export function evidenceText(index: number, found: HeadClass | undefined): strin
   if (found.name === "unclear") return t("evidence.unclear");
   const measure = classMeasure(index, found.name);
   const value = (part: number) => measureOf(index, measure, part);
-  return t("evidence.of", { measure: measureName(measure), value: format(value(0)), chance: format(value(3)), interval: formatInterval(value(1), value(2)) });
+  return t("evidence.of", { measure: measureMeaning(measure) ?? measure, value: format(value(0)), chance: format(value(3)), interval: formatInterval(value(1), value(2)) });
 }
 
 /** The class whose evidence is shown: the likeliest of the selected head; "" if it has none. */

@@ -22,7 +22,10 @@ export function TextBox(): JSX.Element {
   const hasSource = "source" in (doc.value?.streams ?? {});
   const shown = shownTexts();
   const isChanged = typed.value.text !== shown.text || typed.value.source !== shown.source;
-  const words = (stream: string) => (doc.value?.streams[stream]?.[0]?.words ?? []).join("");
+  const words = (stream: string) => {
+    const row = doc.value?.streams[stream]?.[0];
+    return row?.text || row?.words.join(" ");
+  };
   const submit = () => {
     const text = chooseTarget(shown, typed.value);
     if (canRun && (text + typed.value.source).trim()) void runText(text, hasSource ? typed.value.source : "");
@@ -43,6 +46,7 @@ export function TextBox(): JSX.Element {
         }
         if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
         event.preventDefault();
+        event.currentTarget.blur(); // the box becomes one line now, not when the next tap is on its way
         submit();
       }}
     />

@@ -77,6 +77,8 @@ export const frameTexts = {
   "state.computing": ["Computing", "正在计算"],
   "state.retry": ["Try again", "重试"],
   "state.needsModel": ["This needs the model. Start `headwise view` with it.", "这需要模型。请用模型启动 `headwise view`。"],
+  "error.onlyDecoder": ["Only a decoder that predicts next tokens can continue a text.", "只有预测下一词元的解码器才能续写文本。"],
+  "error.noCopy": ["The copy of the model for this check has another output than the model.", "用于核对的模型副本的输出与原模型不同。"],
   "error.outdated": ["The text has changed meanwhile.", "文本已更改。"],
   "error.otherWindow": ["Another window has opened another text on this server.", "另一个窗口已在此服务上打开了另一段文本。"],
   "window.reopen": ["Work with this text again", "重新使用本文本"],
