@@ -261,6 +261,7 @@ def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
     agreement, strongest = importance_tables(results["importance"], results["heads"])
     findings = [[name, value] for name, value in results.get("redundancy", {}).items()]
     removal = results["removal"]
+    removed = f"{100 * removal['share']:.0f} % of the heads"
     return [
         fill(about),
         describe_run(COMMAND, dict(results)),
@@ -304,9 +305,8 @@ def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
         picture(figure, "smollm2-frontier", "Loss by the share of heads removed"),
         frontier,
         fill(
-            f"""Removing the same heads from the weights gives the same outputs: without
-            {100 * removal["share"]:.0f} % of the heads by michel, the largest difference is {removal["difference"]:.1e} of
-            the largest logit."""
+            f"""Removing the same heads from the weights gives the same outputs: without {removed} by
+            michel, the largest difference is {removal["difference"]:.1e} of the largest logit."""
         ),
         "## Fewer key-value heads",
         fill(
@@ -319,7 +319,7 @@ def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
         fill(
             f"""Both models of a row run in turns in one process ({removal["machine"]}); the ratio of
             speeds has its quartiles.
-            "Heads removed" is the model without {100 * removal["share"]:.0f} % of its heads, with unequal layers."""
+            "Heads removed" is the model without {removed}, with unequal layers."""
         ),
         speed_table(results),
         "## Texts and limits",
