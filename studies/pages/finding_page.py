@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import headwise as hw
+from headwise.observe.head_analysis.head_table import HeadClass, order_classes
 from headwise.observe.head_analysis.resampling import Jackknife
 from headwise.report import plots, render
 from headwise.report.data import Estimate, Figure, Table
@@ -180,9 +181,16 @@ def draw_others(heads: Sequence[HeadId], everyone: Iterable[HeadId], seed: int) 
     return drawn
 
 
+def first_class(head: Mapping[str, Any], sinks_first: bool = False) -> str:
+    """Return the likeliest class of a head; "sink" only if it has no other one, or `sinks_first`."""
+    classes = [HeadClass(one["name"], one["score"], "") for one in head["classes"]]
+    return order_classes(classes, sinks_first)[0].name
+
+
 def class_table(table: Mapping[str, Any]) -> Table:
     """Return the number of heads of each class and the strongest of them."""
-    firsts = Counter(head["classes"][0]["name"] for head in table["heads"])
+    beside_sinks = Counter(first_class(head) for head in table["heads"])
+    highest = Counter(first_class(head, sinks_first=True) for head in table["heads"])
     names = dict.fromkeys(one["name"] for head in table["heads"] for one in head["classes"])
     rows: list[list[Any]] = []
     for name in names:
@@ -190,7 +198,14 @@ def class_table(table: Mapping[str, Any]) -> Table:
         best = next(head for head in table["heads"] if site_of(head) == heads[0])
         score = next(one["score"] for one in best["classes"] if one["name"] == name)
         best_cells = (short_name(heads[0]), score) if name != "unclear" else (None, None)
-        rows.append([name, firsts[name], len(heads), *best_cells])
-    rows.sort(key=lambda row: -row[2])
-    columns = ("class", "heads with it first", "heads with it", "strongest", "score")
+        rows.append([name, len(heads), beside_sinks[name], highest[name], *best_cells])
+    rows.sort(key=lambda row: -row[1])
+    columns = (
+        "class",
+        "heads with it",
+        "first, beside sinks",
+        "highest score",
+        "strongest",
+        "score",
+    )
     return Table("", columns, rows)

@@ -23,6 +23,7 @@ from finding_page import (
     class_table,
     describe_run,
     fill,
+    first_class,
     mean_estimate,
     picture,
     rank_correlation,
@@ -119,14 +120,14 @@ def importance_tables(importance: Mapping[str, Any], table: Mapping[str, Any]) -
         lists = [values[method][head] for head in heads], [sinks[head] for head in heads]
         agreement.append([f"{method} and weight on sinks", rank_correlation(*lists), None])
     columns = ("compared", "rank correlation", f"heads in both top {tenth}")
-    classes = {site_of(head): head["classes"][0]["name"] for head in table["heads"]}
+    classes = {site_of(head): first_class(head) for head in table["heads"]}
     strongest: list[list[Any]] = []
     ranked = sorted(importance[METHODS[0]]["heads"], key=lambda one: -one["value"])
     for one in ranked[:10]:
         head = (one["site"], one["head"])
         estimate = Estimate(one["value"], one["low"], one["high"])
         strongest.append([short_name(head), classes[head], estimate, format_p(one["level"])])
-    names = ("head", "first class", "increase of the loss, nats", "corrected p")
+    names = ("head", "class", "increase of the loss, nats", "corrected p")
     return [Table("", columns, agreement), Table("", names, strongest)]
 
 
@@ -269,7 +270,7 @@ def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
         PICTURE,
         fill(
             """Each head has every class that it passes a test for, over the general texts of
-            `hw.heads(model)`; "first" is the class with the highest score.
+            `hw.heads(model)`. The first class is what a head does with the weight that sinks leave.
             [Classes](../heads.md#classes) has the definitions."""
         ),
         class_table(results["heads"]),
