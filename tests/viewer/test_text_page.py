@@ -127,7 +127,7 @@ def test_counts_out_of_range_are_refused(count: Any, message: str):
 
 
 def test_an_encoder_decoder_model_is_refused():
-    with pytest.raises(ValueError, match="error.onlyDecoder"):
+    with pytest.raises(ValueError, match=r"error\.onlyDecoder"):
         generate_text(sample_model(), {"count": 3}, JobProgress(Job("generate", {})))
 
 
