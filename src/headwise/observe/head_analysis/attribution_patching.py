@@ -22,7 +22,7 @@ from ...report.data import Column, Estimate, Figure, HeatMap, Item, Table
 from ...report.render import to_text
 from ...report.text import choose_format, format_p
 from ..inspect.site import OUTPUT, VECTOR_FIELDS
-from .circuit_graph import EMBEDDING, CircuitModel, NodeRun, read_value
+from .circuit_graph import EMBEDDING, CircuitModel, NodeRun
 from .head_table import INTERVAL_NOTE
 from .path_patching import (
     CircuitResult,
@@ -193,8 +193,7 @@ def run_with_gradients(runs: PairRuns, share: float) -> tuple[NodeRun, Tensor]:
         outputs[""] = torch.lerp(runs.clean.recorded[""], runs.corrupt.recorded[""], share)
     node_run = NodeRun(outputs, vector_sites=nodes.vector_sites, tracks_gradients=True)
     with torch.enable_grad():
-        logits = nodes.run(runs.pair.texts.clean, node_run)
-        return node_run, read_value(runs.pair.metric, logits)
+        return node_run, runs.pair.measure(nodes.run(runs.pair.clean, node_run))
 
 
 def attribute_pair(runs: PairRuns, steps: int) -> dict[str, dict[str, Array]]:
@@ -272,7 +271,7 @@ def attribute_heads(
     agreement = None
     if chosen:
         agreement = Agreement.of(estimates[OUTPUT].mean(0)[chosen], patched.mean(0))
-    rows = listed[0].texts.clean.token_rows.get("text", ())
+    rows = listed[0].clean.token_rows.get("text", ())
     exact_effects = {head: estimate_effect(patched[:, n]) for n, head in enumerate(chosen)}
     return AttributionResult(
         *describe_pairs(reader, metric, values),

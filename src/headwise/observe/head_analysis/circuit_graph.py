@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...util.errors import check_known
 from ..head_names import find_layer, parse_heads, print_head
-from ..inspect.ablation import check_part
+from ..inspect.ablation import check_part, part_problem
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import (
     AttentionHook,
@@ -268,14 +268,8 @@ class CircuitModel:
     @cached_property
     def vector_sites(self) -> frozenset[str]:
         """The sites where queries, keys and values of heads can be replaced."""
-        names: set[str] = set()
-        for one in self.site_modules:
-            try:
-                check_part(one, INPUTS_OF_HEAD[0])
-            except ValueError:
-                continue
-            names.add(one.site.name)
-        return frozenset(names)
+        able = [one for one in self.site_modules if not part_problem(one, INPUTS_OF_HEAD[0])]
+        return frozenset(one.site.name for one in able)
 
     @property
     def heads(self) -> list[Node]:
@@ -383,42 +377,46 @@ class CircuitModel:
 # --- Pairs of texts -------------------------------------------------------------------------------
 
 
-class TextPair(NamedTuple):
-    """The inputs of a clean and of a corrupt text with equally many tokens."""
+LogitFunction = Callable[[Tensor], Tensor]  # from logits [1, T, V] to one number
+
+
+class MetricPair(NamedTuple):
+    """The inputs of a clean and of a corrupt text with equally many tokens, and their metric."""
 
     clean: ModelInputs
     corrupt: ModelInputs
+    metric: LogitFunction
+
+    def measure(self, logits: Tensor) -> Tensor:
+        """Return the metric of the logits [1, T, V] as a tensor with one number."""
+        value = self.metric(logits)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"the metric returns {shape}; return a tensor with one number")
+        if not bool(value.isfinite().all()):
+            raise ValueError("the metric is not finite on this text; check the weights")
+        return value.squeeze()
 
 
-def prepare_pair(model: nn.Module, clean: Any, corrupt: Any) -> TextPair:
+def prepare_pair(model: nn.Module, clean: Any, corrupt: Any, metric: LogitFunction) -> MetricPair:
     """Return the inputs of two texts; raise unless they have equally many tokens."""
-    pair = TextPair(*(prepare_inputs(model, one, 0) for one in (clean, corrupt)))
-    for inputs in pair:
+    pair = MetricPair(prepare_inputs(model, clean, 0), prepare_inputs(model, corrupt, 0), metric)
+    for inputs in pair[:2]:
         if inputs.batch_size != 1:
             raise ValueError(
                 f"a pair is two single texts, got {inputs.batch_size} rows; give several pairs"
             )
     for stream in pair.clean.token_rows:
-        counts = [len(inputs.token_rows[stream][0].ids) for inputs in pair]
+        rows = [inputs.token_rows[stream][0] for inputs in pair[:2]]
+        counts = [len(row.ids) for row in rows]
         if counts[0] != counts[1]:
-            words = [" ".join(map(repr, one.token_rows[stream][0].words[:12])) for one in pair]
+            words = [" ".join(map(repr, row.words[:12])) for row in rows]
             raise ValueError(
                 f"the clean text has {counts[0]} tokens and the corrupt text {counts[1]} (clean: "
                 f"{words[0]}; corrupt: {words[1]}); change words of one so that both have equally "
                 "many tokens"
             )
     return pair
-
-
-def read_value(metric: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
-    """Return the metric of the logits [1, T, V] as a tensor with one number."""
-    value = metric(logits)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"the metric returns {shape}; return a tensor with one number")
-    if not bool(value.isfinite().all()):
-        raise ValueError("the metric is not finite on this text; check the weights")
-    return value.squeeze()
 
 
 def check_mlps(mlps: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,6 @@ from ..inspect.model_tokenizer import make_reader
 LOGIT_DIFFERENCE = "logit_difference"
 LOG_PROBABILITY = "log_probability"
 TOKENS_OF_METRIC = {LOGIT_DIFFERENCE: ("A", "B"), LOG_PROBABILITY: ("A",)}
-LogitFunction = Callable[[Tensor], Tensor]  # from logits [1, T, V] to one number
 
 
 @dataclass(frozen=True)

@@ -37,16 +37,15 @@ from .circuit_graph import (
     LOGITS,
     MLP,
     CircuitModel,
+    MetricPair,
     Node,
     NodeRun,
     RunHandler,
     change_output,
-    read_value,
 )
 from .head_table import INTERVAL_NOTE
 from .path_patching import (
     CircuitResult,
-    MetricPair,
     PairRuns,
     describe_pairs,
     estimate_effect,
@@ -190,7 +189,7 @@ def score_edges(runs: PairRuns, steps: int) -> Array:
         }
         frozen = NodeRun(outputs, vector_sites=nodes.vector_sites, tracks_gradients=True)
         with torch.enable_grad():
-            direct = read_value(runs.pair.metric, nodes.run(runs.pair.texts.clean, frozen))
+            direct = runs.pair.measure(nodes.run(runs.pair.clean, frozen))
         inputs = _input_tensors(frozen)
         for column, node in enumerate(nodes.receivers):
             key = (node.place, node.part)
@@ -308,8 +307,8 @@ def run_circuit(runs: PairRuns, edges: EdgeMask) -> float:
     keep_logits = partial(circuit.read_row, Node(LOGITS))
     last = ForwardOverride(nodes.last_block, partial(change_output, keep_logits))
     with override_forwards([last]):
-        inputs = runs.pair.texts.clean.repeat(len(nodes.receivers))
-        return runs.pair.value(nodes.run(inputs, circuit))
+        inputs = runs.pair.clean.repeat(len(nodes.receivers))
+        return float(runs.pair.measure(nodes.run(inputs, circuit)))
 
 
 def _measure_sizes(
@@ -433,5 +432,5 @@ def check_budget(nodes: CircuitModel, pairs: Sequence[MetricPair], budget: int) 
 
 
 def _count_tokens(pair: MetricPair) -> int:
-    rows = pair.texts.clean.token_rows.get("text", ())
+    rows = pair.clean.token_rows.get("text", ())
     return len(rows[0].ids) if rows else 1

@@ -28,32 +28,19 @@ from .circuit_graph import (
     HEAD,
     LOGITS,
     CircuitModel,
+    MetricPair,
     Node,
     NodeRun,
-    TextPair,
     check_mlps,
     prepare_pair,
-    read_value,
 )
-from .circuit_metrics import LogitFunction, TokenMetric, parse_metric
+from .circuit_metrics import TokenMetric, parse_metric
 from .head_table import INTERVAL_NOTE
 from .resampling import Array, Jackknife
 from .text_analysis import text_reader
 
 NUM_RANDOM = 8  # random sets of senders whose mean effect is the chance level
 Names = str | Iterable[str]
-
-
-@dataclass(frozen=True)
-class MetricPair:
-    """A pair of texts and the metric of their logits."""
-
-    texts: TextPair
-    metric: LogitFunction
-
-    def value(self, logits: Tensor) -> float:
-        """Return the metric of a run as a number."""
-        return float(read_value(self.metric, logits))
 
 
 def read_pairs(model: nn.Module, pairs: Iterable[Any], metric: Any) -> list[MetricPair]:
@@ -66,7 +53,7 @@ def read_pairs(model: nn.Module, pairs: Iterable[Any], metric: Any) -> list[Metr
         (own,) = metrics or (metric,)
         own = parse_metric(own) if isinstance(own, str) else own
         own = own.resolve(model) if isinstance(own, TokenMetric) else own
-        read.append(MetricPair(prepare_pair(model, clean, corrupt), own))
+        read.append(prepare_pair(model, clean, corrupt, own))
     if not read:
         raise ValueError("there is no pair of texts; give at least one")
     return read
@@ -194,9 +181,9 @@ class PairRuns:
         self.pair = pair
         with torch.no_grad():
             self.clean = NodeRun(vector_sites=vector_sites)
-            self.clean_value = pair.value(nodes.run(pair.texts.clean, self.clean))
+            self.clean_value = float(pair.measure(nodes.run(pair.clean, self.clean)))
             self.corrupt = NodeRun(vector_sites=vector_sites)
-            self.corrupt_value = pair.value(nodes.run(pair.texts.corrupt, self.corrupt))
+            self.corrupt_value = float(pair.measure(nodes.run(pair.corrupt, self.corrupt)))
 
     def with_senders(self, senders: Sequence[Node]) -> dict[str, Tensor]:
         """Return the outputs of the clean text by place, with senders as in the corrupt text."""
@@ -214,7 +201,7 @@ class PairRuns:
     def patch_output(self, sender: Node) -> float:
         """Return the metric while the output of one node is that of the corrupt text."""
         patched = NodeRun({sender.place: self.with_senders([sender])[sender.place]})
-        return self.pair.value(self.nodes.run(self.pair.texts.clean, patched))
+        return float(self.pair.measure(self.nodes.run(self.pair.clean, patched)))
 
     @torch.no_grad()
     def patch_path(self, senders: Sequence[Node], receivers: Sequence[Node], mlps: str) -> float:
@@ -229,12 +216,12 @@ class PairRuns:
                 if place not in self.nodes.mlps or place in sent
             }
         frozen = NodeRun(outputs, vector_sites=sites)
-        logits = self.nodes.run(self.pair.texts.clean, frozen)
+        logits = self.nodes.run(self.pair.clean, frozen)
         if receivers[0].kind == LOGITS:
-            return self.pair.value(logits)
+            return float(self.pair.measure(logits))
         inputs = {node: frozen.read(node) for node in receivers}
         patched = NodeRun(inputs=inputs, vector_sites=sites)
-        return self.pair.value(self.nodes.run(self.pair.texts.clean, patched))
+        return float(self.pair.measure(self.nodes.run(self.pair.clean, patched)))
 
 
 def patch_paths(

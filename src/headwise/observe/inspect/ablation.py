@@ -502,21 +502,27 @@ class EditedHeads:
 VECTOR_ADAPTERS = ("headwise", "transformers")  # their layers pass q, k and v to a function
 
 
-def check_part(site_module: SiteModule, part: str, participle: str = "ablated") -> None:
-    """Raise unless this part of heads of a site can be read and replaced."""
+def part_problem(site_module: SiteModule, part: str) -> str:
+    """Return why this part of heads of a site cannot be read and replaced; empty if it can."""
     site = site_module.site
     if part == OUTPUT:
-        if not site.ablate.possible:
-            raise ValueError(f"{site.name} cannot be {participle}: {site.ablate.reason}")
-        return
-    reason = site.observe.reason
-    if not reason and site_module.adapter not in VECTOR_ADAPTERS:
-        reason = (
+        return site.ablate.reason
+    if site.observe.possible and site_module.adapter not in VECTOR_ADAPTERS:
+        return (
             "it neither is hw.Attention nor uses the attention interface of transformers; patch "
             "the outputs of its heads"
         )
+    return site.observe.reason
+
+
+def check_part(site_module: SiteModule, part: str, participle: str = "ablated") -> None:
+    """Raise unless this part of heads of a site can be read and replaced."""
+    reason = part_problem(site_module, part)
+    name = site_module.site.name
+    if reason and part == OUTPUT:
+        raise ValueError(f"{name} cannot be {participle}: {reason}")
     if reason:
-        raise ValueError(f"{part} of {site.name} cannot be replaced: {reason}")
+        raise ValueError(f"{part} of {name} cannot be replaced: {reason}")
 
 
 def group_by_site(
