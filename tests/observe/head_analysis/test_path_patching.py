@@ -12,6 +12,7 @@ import pytest
 import headwise as hw
 from headwise.hub.pretrained_models import copy_live_model
 from headwise.observe.head_analysis.circuit_graph import CircuitModel, Node
+from headwise.observe.head_analysis.path_patching import random_sets
 from support.plain_patching import (
     CLEAN,
     CORRUPT,
@@ -71,6 +72,25 @@ def test_several_receivers_are_a_whole_group():
     one = plain.path([(0, 1)], [(2, "k", 2)], False)
     both = plain.path([(0, 1)], [(2, "k", 2), (2, "k", 3)], False)
     assert abs(float(one - both)) > 1e-6
+
+
+def test_the_chance_level_is_the_mean_of_other_heads_of_the_layer():
+    model = build("gpt2")
+    paths = [(f"L0H{head}", "L2H0.k") for head in range(4)]
+    result = hw.head_analysis.patch_paths(model, [(CLEAN, CORRUPT)], metric, paths)
+    values = [path.effect.value for path in result.paths]
+    for head, path in enumerate(result.paths):
+        others = [value for number, value in enumerate(values) if number != head]
+        assert path.effect.chance == pytest.approx(np.mean(others))
+    nodes = CircuitModel(model)
+    senders = nodes.find_all(["L0:0,3", "L1H2"])
+    sets = random_sets(nodes, senders, seed=0)
+    for one in sets:
+        assert [node.place for node in one] == [node.place for node in senders]
+        assert len(set(one)) == 3
+        assert not set(one) & set(senders)
+    assert random_sets(nodes, nodes.find_all(["L0:0,1,2"]), seed=0) == []
+    assert random_sets(nodes, nodes.find_all(["M0"]), seed=0) == []
 
 
 @pytest.mark.parametrize(

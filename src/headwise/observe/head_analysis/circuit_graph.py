@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...util.errors import check_known
-from ..head_names import find_layer, parse_heads, print_head
-from ..inspect.ablation import check_part, part_problem
+from ..head_names import print_head
+from ..inspect.ablation import check_part, group_by_site, part_problem
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import (
     AttentionHook,
@@ -30,7 +30,7 @@ from ..inspect.hooks import (
     run_prepared,
 )
 from ..inspect.model_inputs import ModelInputs, prepare_inputs
-from ..inspect.site import VECTOR_FIELDS, HeadVectors, Sites
+from ..inspect.site import VECTOR_FIELDS, HeadVectors
 from .importance_methods import BLOCK_PATH
 from .objectives import get_output_tensor
 
@@ -49,11 +49,6 @@ class Node(NamedTuple):
     place: str = ""
     head: int = 0
     part: str = ""
-
-    @property
-    def sender(self) -> Node:
-        """The node that is computed from this input."""
-        return self._replace(part="")
 
 
 # --- MLPs -----------------------------------------------------------------------------------------
@@ -315,15 +310,10 @@ class CircuitModel:
         heads, dot, part = name.rpartition(".")
         if not dot or part not in INPUTS_OF_HEAD:
             heads, part = name, ""
-        layer, numbers = parse_heads(heads)
-        sites = Sites([one.site for one in self.site_modules], type(self.model).__name__)
-        site = find_layer(layer, sites, sites.model)
-        wrong = [number for number in numbers if number >= site.heads]
-        if wrong:
-            raise ValueError(
-                f"{site.name} has no head {wrong[0]}; give heads in 0..{site.heads - 1}"
-            )
-        return [Node(HEAD, site.name, number, part) for number in numbers]
+        nodes: list[Node] = []
+        for site, numbers in group_by_site(self.model, self.site_modules, [heads]).items():
+            nodes += [Node(HEAD, site, number, part) for number in numbers]
+        return nodes
 
     def find_all(self, names: Iterable[str] | str) -> list[Node]:
         """Return the nodes of several names."""

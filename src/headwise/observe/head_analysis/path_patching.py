@@ -9,6 +9,7 @@ of the clean text, in which everything else is computed as usual.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -311,27 +312,24 @@ def random_sets(
 ) -> list[list[Node]]:
     """Return sets of other heads, as many in each layer as the senders; none if there are too few.
 
-    A single sender has each other head of its layer at most once.
+    A layer's other heads, in random order, take turns.
     """
     generator = np.random.default_rng(seed)
-    others: dict[str, list[Node]] = {}
-    needed: dict[str, int] = {}
+    others: dict[str, list[Node]] = {}  # by site, in random order
     for node in senders:
         if node.kind != HEAD:
             return []
-        of_site = [one for one in nodes.heads if one.place == node.place]
-        others[node.place] = [one for one in of_site if one not in senders]
-        needed[node.place] = needed.get(node.place, 0) + 1
+        of_site = [one for one in nodes.heads if one.place == node.place and one not in senders]
+        if node.place not in others:
+            others[node.place] = [of_site[n] for n in generator.permutation(len(of_site))]
+    needed = Counter(node.place for node in senders)
     if any(len(others[place]) < number for place, number in needed.items()):
         return []
-    if len(senders) == 1:
-        (heads,) = others.values()
-        return [[heads[n]] for n in generator.permutation(len(heads))[:count]]
     sets: list[list[Node]] = []
-    for _ in range(count):
+    for draw in range(min(count, *map(len, others.values()))):
         chosen: list[Node] = []
         for place, number in needed.items():
-            picked = generator.choice(len(others[place]), number, replace=False)
-            chosen += [others[place][n] for n in picked]
+            turns = range(draw * number, (draw + 1) * number)
+            chosen += [others[place][turn % len(others[place])] for turn in turns]
         sets.append(chosen)
     return sets
