@@ -23,7 +23,7 @@ from support.plain_patching import (
     name_of,
     output_of,
 )
-from support.transformers_models import ZOO
+from support.transformers_models import FALLBACK, ZOO
 
 PATHS: list[tuple[list[Any], list[Any]]] = [
     ([(0, 1)], [(2, "k", 3)]),
@@ -103,3 +103,56 @@ def test_every_block_has_an_mlp(name):
     kinds = [node.kind for node in nodes.senders]
     assert kinds == ["embedding"] + 2 * (4 * ["head"] + ["mlp"])
     assert nodes.find("M1") == [Node("mlp", nodes.blocks[1])]
+
+
+@pytest.mark.parametrize("name", ["bloom", "gptj", "falcon"])
+def test_models_whose_heads_are_only_read_have_effects_of_outputs(name):
+    """An MLP that adds the residual stream itself cannot be frozen."""
+    model = FALLBACK[name].build()
+    pair = [(CLEAN, CORRUPT)]
+    result = hw.head_analysis.attribute_heads(model, pair, metric)
+    assert result.agreement is not None
+    assert result.agreement.pearson > 0.9
+    assert result.notes == ("the weights come from no checkpoint, so they may be untrained",)
+    paths = [("L0H1", "logits")]
+    if name == "bloom":
+        with pytest.raises(ValueError, match="finds no MLP in transformer"):
+            hw.head_analysis.patch_paths(model, pair, metric, paths, mlps="frozen")
+    else:
+        frozen = hw.head_analysis.patch_paths(model, pair, metric, paths, mlps="frozen")
+        assert abs(frozen.paths[0].effect.value) > 1e-3
+    with pytest.raises(ValueError, match=r"k of .* cannot be replaced"):
+        hw.head_analysis.patch_paths(model, pair, metric, [("L0H1", "L1H0.k")])
+    with pytest.raises(ValueError, match=r"q of .* cannot be replaced"):
+        hw.head_analysis.attribute_edges(model, pair, metric)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda logits: logits, r"the metric returns \[1, 7, 67\]"),
+        (lambda logits: 3.0, "the metric returns float; return a tensor"),
+        (lambda logits: logits[0, 0, 0] * float("nan"), "the metric is not finite"),
+    ],
+)
+def test_metrics_that_are_no_number_are_refused(function, words):
+    with pytest.raises(ValueError, match=words):
+        hw.head_analysis.attribute_heads(build("gpt2"), [(CLEAN, CORRUPT)], function)
+
+
+def test_texts_without_a_difference_are_noted():
+    result = hw.head_analysis.patch_paths(
+        build("gpt2"), [(CLEAN, CLEAN)], metric, [("L0H1", "logits")]
+    )
+    assert result.notes[-1].endswith("there is no difference")
+
+
+def test_several_stacks_have_no_graph():
+    model = ZOO["t5"].build()
+    inputs = [{"input_ids": ids, "decoder_input_ids": CLEAN[:, :3]} for ids in (CLEAN, CORRUPT)]
+    with pytest.raises(ValueError, match="2 stacks of layers instead of one residual stream"):
+        hw.head_analysis.attribute_edges(model, [tuple(inputs)], metric)
+    result = hw.head_analysis.patch_paths(
+        model, [tuple(inputs)], lambda logits: logits[0, -1, 3], [("E0H1", "X1H0.v")]
+    )
+    assert result.pairs == 1

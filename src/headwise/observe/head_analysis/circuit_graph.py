@@ -29,7 +29,7 @@ from ..inspect.hooks import (
     override_forwards,
     run_prepared,
 )
-from ..inspect.model_inputs import ModelInputs, prepare_inputs
+from ..inspect.model_inputs import ModelInputs, list_arguments, prepare_inputs
 from ..inspect.site import VECTOR_FIELDS, HeadVectors
 from .importance_methods import BLOCK_PATH
 from .objectives import get_output_tensor
@@ -70,7 +70,11 @@ class MLPModule(NamedTuple):
 
 
 def find_mlps(model: nn.Module, blocks: Sequence[str]) -> dict[str, MLPModule]:
-    """Return the MLP of each block of these paths; blocks without a known one are left out."""
+    """Return the MLP of each block of these paths; blocks without a known one are left out.
+
+    So are MLPs that add the residual stream themselves, as in BLOOM and MPT: their output is more
+    than what the MLP writes.
+    """
     mlps: dict[str, MLPModule] = {}
     for path in blocks:
         block = model.get_submodule(path)
@@ -78,7 +82,8 @@ def find_mlps(model: nn.Module, blocks: Sequence[str]) -> dict[str, MLPModule]:
         for reader, writer in MLP_MODULES:
             names = [name for name in modules if re.fullmatch(reader, name)]
             ends = [names[0] if writer == r"\1" else writer] if names else []
-            if ends and ends[0] in modules:
+            has_residual = bool(names) and "residual" in list_arguments(modules[names[0]])
+            if ends and ends[0] in modules and not has_residual:
                 mlps[path] = MLPModule(path, modules[names[0]], modules[ends[0]])
                 break
     return mlps
@@ -230,8 +235,8 @@ class CircuitModel:
         """The block that the embeddings enter; raise if the model has not one row of blocks."""
         if len(self.parents) != 1:
             raise ValueError(
-                f"{type(self.model).__name__} has {len(self.parents)} stacks of layers, and a "
-                "graph needs one residual stream; patch paths between heads instead"
+                f"{type(self.model).__name__} has {len(self.parents)} stacks of layers instead of "
+                "one residual stream; measure heads with one step, or paths between heads"
             )
         return self._layers[0]
 
@@ -323,12 +328,12 @@ class CircuitModel:
             nodes += self.find(name)
         return nodes
 
-    def check_inputs_of_heads(self, sites: Iterable[str] | None = None) -> None:
-        """Raise unless queries, keys and values of these sites (default: all) can be replaced."""
-        chosen = self.site_names if sites is None else list(sites)
-        for one in self.site_modules:
-            if one.site.name in chosen:
-                check_part(one, INPUTS_OF_HEAD[0])
+    def check_receivers(self, receivers: Iterable[Node]) -> None:
+        """Raise unless what these nodes read can be replaced."""
+        modules = {one.site.name: one for one in self.site_modules}
+        for node in receivers:
+            if node.kind == HEAD:
+                check_part(modules[node.place], node.part)
 
     def check_all_mlps(self) -> None:
         """Raise unless the MLP of every block is known, or the block has attention alone."""

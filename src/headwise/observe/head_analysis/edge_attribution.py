@@ -379,7 +379,7 @@ def attribute_edges(
     with text_reader(model, tokenizer) as reader, torch.no_grad():
         nodes = CircuitModel(reader)
         _ = nodes.first_block
-        nodes.check_inputs_of_heads()
+        nodes.check_receivers(nodes.receivers)
         nodes.check_all_mlps()
         listed = read_pairs(reader, pairs, metric)
         check_budget(nodes, listed, options.budget)

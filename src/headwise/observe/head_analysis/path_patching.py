@@ -121,9 +121,11 @@ def describe_pairs(
     # weights of a model of transformers that come from no checkpoint
     config = getattr(model, "config", None)
     is_new = config is not None and getattr(config, "_name_or_path", None) == ""
-    notes = ("the weights come from no checkpoint, so they may be untrained",) if is_new else ()
+    notes = ["the weights come from no checkpoint, so they may be untrained"] if is_new else []
+    if clean == corrupt:
+        notes.append("the metric is the same for clean and corrupt texts: there is no difference")
     numbers = (len(values), float(clean), float(corrupt - clean))
-    return (get_model_name(model), metric, *numbers, notes)
+    return (get_model_name(model), metric, *numbers, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,7 @@ def check_path(
             )
     if LOGITS in kinds and len(receivers) > 1:
         raise ValueError(f"{LOGITS} cannot be one of several receivers; give a path of its own")
-    nodes.check_inputs_of_heads({node.place for node in receivers if node.kind == HEAD})
+    nodes.check_receivers(receivers)
     if mlps == "frozen":
         nodes.check_all_mlps()
 
