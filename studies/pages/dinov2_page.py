@@ -186,6 +186,8 @@ def main() -> None:
     runs = ROOT / "runs" / "findings"
     parser.add_argument("--runs", type=Path, default=runs, metavar="DIR", help="stored results")
     args = parser.parse_args()
+    if not args.model.is_file():
+        parser.error(f"there is no file {args.model}; give that of the package")
     from matplotlib import cbook
 
     recipe = runpy.run_path(str(RECIPE))

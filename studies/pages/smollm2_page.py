@@ -338,6 +338,10 @@ def main() -> None:
     runs = ROOT / "runs" / "findings"
     parser.add_argument("--runs", type=Path, default=runs, metavar="DIR", help="stored results")
     args = parser.parse_args()
+    if not args.model.is_file():
+        parser.error(f"there is no file {args.model}; give that of the package")
+    if not (args.data / "ud_english_ewt").is_dir():
+        parser.error(f"{args.data} has no folder ud_english_ewt; give the folder above it")
     store = ResultStore(args.runs / "smollm2.json")
     results = measure(hw.load(args.model), args.data, Sizes(), store)
     write_page("smollm2", "Heads of SmolLM2-135M", list_parts(results))

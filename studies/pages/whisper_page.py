@@ -249,6 +249,10 @@ def main() -> None:
     runs = ROOT / "runs" / "findings"
     parser.add_argument("--runs", type=Path, default=runs, metavar="DIR", help="stored results")
     args = parser.parse_args()
+    if not args.model.is_file():
+        parser.error(f"there is no file {args.model}; give that of the package")
+    if not (args.data / "ud_english_ewt").is_dir():
+        parser.error(f"{args.data} has no folder ud_english_ewt; give the folder above it")
     recipe = runpy.run_path(str(RECIPE))
     tokenizer = Tokenizer.from_file(str(args.model.with_name("tokenizer.json")))
     model = recipe["load_model"](args.model)
