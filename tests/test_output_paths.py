@@ -29,7 +29,7 @@ from headwise.viewer.export_files import PageAssets, render_html
 from support.command_help import list_commands, printed
 
 REACHED = "the command got to its work"
-PASSES, EXISTS = "", "it exists; replace it with"
+PASSES, EXISTS = "", "it exists; add"
 TEXT = FileKind("text", (b"ours",))
 REPORT = FolderKind("report", ("a",), lambda folder: ("a", "b*"))
 

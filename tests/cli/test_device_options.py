@@ -236,7 +236,7 @@ def run_badly(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 def test_a_device_that_is_not_there(capsys, models, device: str):
     err = run_badly(capsys, "run", models["ours"], "two", "--device", device)
     assert err == (
-        f"headwise: device={device!r} is not available; use device='auto' or one of cpu\n"
+        f"headwise: --device {device!r} is not available; use --device 'auto' or one of cpu\n"
     )
 
 
@@ -252,7 +252,7 @@ def test_a_dtype_that_the_device_lacks(capsys, models, monkeypatch):
     with pretended_device():
         argv = ("run", models["ours"], "two", "--device", NAME, "--dtype", "fp64")
         err = run_badly(capsys, *argv)
-    assert err == "headwise: pretend has no float64; use dtype='float32', or device='cpu'\n"
+    assert err == "headwise: pretend has no float64; use --dtype 'float32', or --device 'cpu'\n"
 
 
 @pytest.mark.parametrize("name", ["ours", "gpt2"])
@@ -269,14 +269,14 @@ def test_a_model_larger_than_its_memory(capsys, models, monkeypatch, name: str):
         assert (
             f"headwise: cannot load {models[name]}: its weights need 0.0 GB, and pretend has" in err
         )
-        assert err.endswith("0.0 GB free; use dtype='bf16' (0.0 GB) or device='cpu'")
+        assert err.endswith("0.0 GB free; use --dtype 'bf16' (0.0 GB) or --device 'cpu'")
         memory["cpu"] -= 1
         memory[NAME] = 0
         code = main([*map(str, argv), NAME])
         assert code == 2
         assert capsys.readouterr().err.endswith("0.0 GB free; choose a smaller model\n")
     err = run_badly(capsys, *argv, "cpu")
-    assert err.endswith("and this machine has 0.0 GB; use dtype='bf16' (0.0 GB)\n")
+    assert err.endswith("and this machine has 0.0 GB; use --dtype 'bf16' (0.0 GB)\n")
 
 
 def test_a_device_that_runs_out_of_memory(capsys, models, texts, tmp_path, monkeypatch):

@@ -98,7 +98,7 @@ def test_the_output_folder_holds_the_reports(parsed, tmp_path, capsys):
         parsed["net"],
         f"--conllu {parsed['conllu']} --out {tmp_path / 'no'} --draw encoder.0.attention:77",
     )
-    assert (code, "there is no head 77" in stderr) == (2, True)
+    assert (code, "encoder.0.attention has no head 77" in stderr) == (2, True)
 
 
 @pytest.mark.parametrize(("argv", "wrong"), refused_cases(__file__, "heads", globals()))

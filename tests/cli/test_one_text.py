@@ -255,7 +255,7 @@ def test_an_encoder_decoder_needs_a_target(capsys, folder: Path, tmp_path: Path)
 
 def test_a_head_that_does_not_exist_is_refused(capsys, folder: Path):
     assert cli.main(["heads", str(folder / "model"), "--text", TEXT, "--head", "L1H3"]) == 2
-    assert "decoder.1.attention has no head 3; its heads are 0..2" in capsys.readouterr().err
+    assert "decoder.1.attention has no head 3; give heads in 0..2" in capsys.readouterr().err
 
 
 def test_python_takes_a_text_for_a_logit(folder: Path):

@@ -338,3 +338,16 @@ def test_a_named_tokenizer_is_written_with_the_smaller_model(rope, tmp_path, cap
     assert tokenizer("a b").input_ids == [97, 32, 98]
     report = (tmp_path / "smaller" / "VERIFICATION.md").read_text()
     assert "the folder was loaded by transformers, outputs differ by " in report
+    record = json.loads((tmp_path / "smaller" / "heads.json").read_text())
+    if rope == "default":
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "smaller")
+        name = type(model).__name__
+        assert f"transformers.{name}.from_pretrained loads it" in record["sentence"]
+    again = ("prune", tmp_path / "tiny", "--heads", "0:1", "--tokenizer", "bytes", *words)
+    _, _, err = run_command(capsys, *again)
+    assert "smaller: it exists; add --overwrite to replace it, or give a new folder" in err
+    run_ok(capsys, *again, "--overwrite")
+    (tmp_path / "smaller" / "texts.txt").write_text("of the user")
+    code, _, err = run_command(capsys, *again, "--overwrite")
+    assert code == 2
+    assert "it contains texts.txt, which is not part of a pruned or converted model" in err

@@ -571,7 +571,7 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.
     hw.export(net, tmp_path / "empty")
     check_same(hw.load(tmp_path / "empty"), net)
     monkeypatch.chdir(tmp_path / "empty")
-    check_refused("it exists; replace it with overwrite=True", lambda: hw.export(net, "."))
+    check_refused("it exists; add overwrite=True to replace it", lambda: hw.export(net, "."))
     monkeypatch.chdir(tmp_path)
     hw.export(net, "empty", overwrite=True)
     check_same(hw.load(tmp_path / "empty"), net)

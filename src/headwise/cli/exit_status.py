@@ -71,7 +71,9 @@ def run_guarded(command: Callable[[list[str]], int], argv: Sequence[str]) -> int
     except OSError as error:
         return print_error(_describe_os_error(error))
     except (ValueError, OverflowError, NoBackend) as error:
-        text = _text_of(error).replace("overwrite=True", "--overwrite")  # the same option here
+        # arguments of functions as the options of the same name
+        text = _text_of(error).replace("overwrite=True", "--overwrite")
+        text = text.replace("device='", "--device '").replace("dtype='", "--dtype '")
         return print_error(text or type(error).__name__)
     except MemoryError:
         return print_error(OUT_OF_MEMORY)

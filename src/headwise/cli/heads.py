@@ -423,6 +423,7 @@ def _show_one_text(model: Any, args: HeadsOptions) -> Any:
     from ..observe.inspect.attention_sites import sites
 
     text = args.text
+    located = _locate_heads([] if args.head is None else [args.head], sites(model))
     inputs: Any = text if args.target is None else {"source": text, "text": args.target}
     if args.show == "logits":
         return attribute_logit(model, inputs)
@@ -432,8 +433,6 @@ def _show_one_text(model: Any, args: HeadsOptions) -> Any:
     if args.head is None:
         title = f"{args.show}, mean over heads and layers"
         return maps.table(maps.aggregate(args.show), title)
-    [(site, head)] = _locate_heads([args.head], sites(model))
+    [(site, head)] = located
     matrix = maps.weights(site) if args.show == "weights" else maps.norms(site)
-    if head >= len(matrix):
-        raise UsageError(f"{site} has no head {head}; its heads are 0..{len(matrix) - 1}")
     return maps.table(matrix[head], f"{args.show} of {site} head {head}", site)

@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
         return sweep_main(argv)
     args = PruneOptions.parse(argv)
     run = CompressionRun.from_options(args)
-    from ..observe.head_names import parse_heads
+    from ..observe.head_names import check_head, parse_heads
     from ..observe.inspect.attention_sites import sites
     from ..surgery import DropHeads
     from ..surgery.any_model import prune
@@ -141,7 +141,10 @@ def main(argv: list[str]) -> int:
     heads: list[tuple[str, int]] = []
     for name in args.heads:
         layer, numbers = parse_heads(name)
-        heads += [(known_sites.find(layer).name, head) for head in numbers]
+        site = known_sites.find(layer)
+        for head in numbers:
+            check_head(site.name, head, site.heads)
+            heads.append((site.name, head))
     selection = DropHeads(tuple(heads)) if heads else args.selection()
     run.split_texts(list_text_uses(selection, args.fold))
     result = prune(

@@ -79,8 +79,9 @@ class TextOptions(TokenizerOptions):
             sources = ["--data FILE", "--conllu FILE"]
             if "--align" in self.text_sources:
                 sources += ["--align SOURCE TARGET GOLD", "--images PATH"]
+            more = "" if chosen_sources else "; any text file with a text on each line will do"
             raise UsageError(
-                f"give exactly one source of texts: {', '.join(sources)}, or --task dates"
+                f"give exactly one source of texts: {', '.join(sources)}, or --task dates{more}"
             )
         if chosen_sources[0] != "--images":
             has_images = "--images" in self.text_sources

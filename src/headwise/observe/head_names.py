@@ -82,7 +82,15 @@ def locate_head(name: str, layers: Iterable[Any], owner: str = "the model") -> t
     place, heads = parse_heads(name)
     if len(heads) != 1:
         raise ValueError(f"{name!r} is {len(heads)} heads; give one, such as {place}:{heads[0]}")
-    return find_layer(place, layers, owner).name, heads[0]
+    layer = find_layer(place, layers, owner)
+    check_head(layer.name, heads[0], getattr(layer, "heads", 0))
+    return layer.name, heads[0]
+
+
+def check_head(site: str, head: int, num_heads: int) -> None:
+    """Raise unless a site has this head; `num_heads` is 0 if it is unknown."""
+    if head < 0 or 0 < num_heads <= head:
+        raise ValueError(f"{site} has no head {head}; give heads in 0..{max(num_heads - 1, 0)}")
 
 
 def print_head(site: str, head: int, sites: Sequence[str]) -> str:

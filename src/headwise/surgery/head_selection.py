@@ -294,8 +294,8 @@ class KeepTop(HeadSelection):
     def _check_amount(self, where: str, num_heads: int) -> None:
         if self.amount > num_heads:
             raise SpecError(
-                f"cannot keep {self.amount} heads of {where}: it has {num_heads}. Give amount <= "
-                f"{num_heads}"
+                f"cannot keep {self.amount} heads of {where}: it has {num_heads}. Give "
+                f"{num_heads} or less, or a fraction such as 0.5"
             )
 
 

@@ -102,7 +102,7 @@ def check_output(path: Path | str, kind: OutputKind, existing: Existing = "refus
         fact = _existing_problem(target, status.st_mode, kind)
         if not fact and existing == "refuse" and not _is_empty_folder(target):
             raise SpecError(
-                f"cannot write to {target}: it exists; replace it with overwrite=True, "
+                f"cannot write to {target}: it exists; add overwrite=True to replace it, "
                 f"or give a new {form}"
             )
     if fact:

@@ -291,10 +291,10 @@ def write_changed_folder(
     with stage_folder(target.path, COMPRESSED_MODEL, target.existing) as fresh:
         source_hashes = hash_source_files(target.source)
         kind, sentence, additions = write(fresh)
-        paths = [path for path in sorted(fresh.rglob("*")) if path.is_file()]
-        files = {path.relative_to(fresh).as_posix(): sha256(path) for path in paths}
         for name, data in target.extra_files.items():
             (fresh / name).write_bytes(data)
+        paths = [path for path in sorted(fresh.rglob("*")) if path.is_file()]
+        files = {path.relative_to(fresh).as_posix(): sha256(path) for path in paths}
         document = {
             "format": RECORD_FORMAT,
             "kind": kind,
@@ -305,8 +305,7 @@ def write_changed_folder(
             "files": files,
         }
         _write_json(fresh / RECORD_FILE, document)
-    names = (*files, *target.extra_files, RECORD_FILE)
-    return WrittenFolder(kind, sentence, names, additions.get("checked", ""))
+    return WrittenFolder(kind, sentence, (*files, RECORD_FILE), additions.get("checked", ""))
 
 
 def _list_written_names(folder: Path) -> set[str]:
@@ -320,7 +319,7 @@ def _list_written_names(folder: Path) -> set[str]:
     return {*written, RECORD_FILE, *REPORT_FILES}
 
 
-REPORT_FILES = ("verification.json", "VERIFICATION.md", "texts.txt")
+REPORT_FILES = ("verification.json", "VERIFICATION.md")
 COMPRESSED_MODEL = FolderKind("pruned or converted model", (RECORD_FILE,), _list_written_names)
 
 
@@ -395,7 +394,7 @@ def _write_first_kind(
             candidate = None
             message = str(error)
         if candidate is not None:
-            return "transformers", PLAIN_SENTENCE, {"checked": message}
+            return "transformers", describe_plain(fresh), {"checked": message}
         shutil.rmtree(fresh)
         # transformers, whose import takes seconds, is asked for another config only after a failure
         rejected = keys
@@ -417,10 +416,16 @@ def _write_first_kind(
 
 
 LOADER_NAME = "load_model.py"
-PLAIN_SENTENCE = (
-    "A transformers checkpoint: config.json describes every layer, and AutoModel.from_pretrained "
-    "loads it."
-)
+
+
+def describe_plain(folder: Path) -> str:
+    """Return the sentence of a plain checkpoint, with the class that its config.json names."""
+    config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    name = (config.get("architectures") or ["AutoModel"])[0]
+    return (
+        "A transformers checkpoint: config.json describes every layer, and "
+        f"transformers.{name}.from_pretrained loads it."
+    )
 
 
 def describe_resized(reason: str, loaders: str) -> str:

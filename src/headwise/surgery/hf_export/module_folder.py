@@ -30,9 +30,9 @@ from ...util.errors import SpecError
 from ..resized_attention import HeadCounts
 from ..verification.model_comparison import TOLERANCE, largest_difference, run_and_record
 from .model_folder import (
-    PLAIN_SENTENCE,
     add_loader,
     copy_companions,
+    describe_plain,
     describe_resized,
 )
 
@@ -59,9 +59,9 @@ def fill_module_folder(
     additions = dict[str, Any]()
     if config is not None:
         kind = "transformers"
-        sentence = PLAIN_SENTENCE
-        sentence += " Rows of shared heads are repeated in it." if is_stored_once else ""
         _save(after, config, fresh)
+        sentence = describe_plain(fresh)
+        sentence += " Rows of shared heads are repeated in it." if is_stored_once else ""
         loaded = load_model(fresh, after.dtype)
     else:
         kind = "resized"
