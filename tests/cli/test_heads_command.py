@@ -135,7 +135,7 @@ def test_letters_are_of_classes():
     assert lines[7].split() == ["decoder.1.attention", "·", "K"]
     assert "\x1b[48;2;86;180;233;38;5;16mp\x1b[0m" in small().to_text(colour=True)
     row = to_text(small().ranking("sink")).splitlines()[3].split()
-    assert row[:6] == ["decoder.0.attention", "0", "0.80", "0.70", "0.90", "0.10"]
+    assert row[:5] == ["L0H0", "0.80", "0.70", "0.90", "0.10"]
 
 
 @pytest.mark.usefixtures("unrendered_figure")

@@ -214,10 +214,13 @@ def is_missing(value: float | None) -> bool:
 
 
 def format_numbers(values: Sequence[float | None]) -> list[str]:
-    """Return numbers of one kind alike: with two decimals, or all in scientific form.
+    """Return numbers of one kind alike: with two decimals, with four if some are small, or all in
+    scientific form if all are small or some are large.
 
-    >>> format_numbers([0.5, 0.0, 12.345]), format_numbers([0.000123, -0.5, math.nan])
-    (['0.50', '0.00', '12.35'], ['1.23e-04', '-5.00e-01', '-'])
+    >>> format_numbers([0.5, 0.0, 12.345]), format_numbers([0.00123, -0.5, math.nan])
+    (['0.50', '0.00', '12.35'], ['0.0012', '-0.5000', '-'])
+    >>> format_numbers([0.000123, 0.0]), format_numbers([12345.6, 0.5])
+    (['1.23e-04', '0.00e+00'], ['1.23e+04', '5.00e-01'])
     """
     return list(map(choose_format(values), values))
 
@@ -227,8 +230,9 @@ def choose_format(values: Sequence[float | None]) -> Callable[[float | None], st
     columns.
     """
     sizes = [abs(value) for value in values if value and math.isfinite(value)]
-    is_fixed = all(SMALLEST_FIXED <= size < LARGEST_FIXED for size in sizes)
-    form = ".2f" if is_fixed else ".2e"
+    is_fixed = not sizes or SMALLEST_FIXED <= max(sizes) < LARGEST_FIXED
+    decimals = 2 if min(sizes, default=1.0) >= SMALLEST_FIXED else 4
+    form = f".{decimals}f" if is_fixed else ".2e"
     return lambda value: NOT_MEASURED if value is None or is_missing(value) else format(value, form)
 
 

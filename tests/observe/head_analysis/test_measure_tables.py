@@ -37,12 +37,12 @@ def test_small_importances_are_printed_in_scientific_form_with_intervals():
     title = "GPT2, 9 texts: importance by leave-one-out for next-token; low and high: 95 % interval"
     assert " ".join(lines[:2]) == title
     assert re.split(r"  +", lines[3]) == [
-        *("site", "head", "importance", "low", "high", "corrected p"),
+        *("head", "importance", "low", "high", "corrected p"),
     ]
     rows = [re.split(r"  +", line) for line in lines[4:7]]
-    assert rows[0] == ["decoder.0.attention", "0", "3.21e-06", "1.50e-06", "4.90e-06", "0.040"]
-    assert rows[1] == ["decoder.0.attention", "1", "-8.04e-07", "-1.00e-06", "2.00e-07", "0.040"]
-    assert rows[2][2:5] == ["-", "-", "-"]
+    assert rows[0] == ["L0H0", "3.21e-06", "1.50e-06", "4.90e-06", "0.040"]
+    assert rows[1] == ["L0H1", "-8.04e-07", "-1.00e-06", "2.00e-07", "0.040"]
+    assert rows[2][1:4] == ["-", "-", "-"]
     assert lines[-1] == "note: a note"
     assert max(map(len, lines)) <= 80
 
@@ -63,7 +63,7 @@ def test_a_table_has_one_format_of_numbers():
     ]
     table = ImportanceResult("GPT2", "michel", "next-token", 9, tuple(heads)).table
     for line in to_text(table).splitlines()[4:]:
-        assert all("e-" in cell for cell in re.split(r"  +", line)[2:5])
+        assert all(len(cell) == len("0.0001") for cell in re.split(r"  +", line)[1:4])
 
 
 def test_the_legend_names_every_class_that_is_listed():
@@ -89,10 +89,25 @@ def test_a_ranking_names_its_columns_in_full(scale: float):
     )
     lines = to_text(HeadTable("small", "9 texts", heads).ranking("importance")).splitlines()
     assert re.split(r"  +", lines[2]) == [
-        *("site", "head", "importance", "low", "high", "chance", "classes"),
+        *("head", "importance", "low", "high", "chance", "classes"),
     ]
-    numbers = [float(text) for text in re.split(r"  +", lines[3])[2:6]]
-    assert numbers == pytest.approx([0.7 * scale, 0.4 * scale, 0.9 * scale, 0.1 * scale])
+    name, *numbers = re.split(r"  +", lines[3])[:5]
+    assert name == "L0H2"
+    expected = [0.7 * scale, 0.4 * scale, 0.9 * scale, 0.1 * scale]
+    assert list(map(float, numbers)) == pytest.approx(expected)
+
+
+def test_measures_from_0_to_1_have_decimals_in_one_block():
+    """Small values beside larger ones do not turn a column into powers of ten."""
+    one = HeadMeasures(
+        *("decoder", "attention", 0, 1, 0, "decoder.0.attention"),
+        {"previous": Measure(1.0, 0.998, 1.0, 0.0012)},
+        (HeadClass("previous", 0.99, ""), HeadClass("sink", 0.4, "")),
+    )
+    lines = to_text(HeadTable("small", "9 texts", (one,)).ranking("previous")).splitlines()
+    assert lines[3].split()[:5] == ["L0H1", "1.0000", "0.9980", "1.0000", "0.0012"]
+    assert all(len(line) <= 80 for line in lines)
+    assert len(lines) == 4
 
 
 def test_results_as_csv():

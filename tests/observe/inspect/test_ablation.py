@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import headwise as hw
 from headwise.attention import head_axis_ops
+from headwise.observe.head_analysis.head_table import HeadClass, HeadImportance, HeadMeasures
+from headwise.report.data import Estimate
 from support import layer_cases as cases, spec_strategies as strategies
 from support.layer_cases import check_close
 from support.refusals import refused_cases
@@ -30,6 +32,30 @@ FOLDED = ("bert", "gpt2", "whisper", "deepseek")
 def gpt() -> nn.Module:
     """A small decoder of ours with two layers of three heads, four wide."""
     return hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
+
+
+def test_heads_of_a_table_are_ablated_as_they_are():
+    """`hw.ablate` takes the rows of `hw.heads` and `hw.importance`; their reprs fit a message."""
+    net = gpt()
+    with hw.ablate(net, [("decoder.1.attention", 2)]):
+        expected = net(IDS)
+    row = HeadMeasures(
+        *("decoder", "attention", 1, 2, 2, "decoder.1.attention"),
+        {f"measure {n}": Estimate(0.5, 0.4, 0.6) for n in range(20)},
+        (HeadClass("previous", 0.87, "it does"),),
+    )
+    assert repr(row) == "<HeadMeasures: decoder.1.attention head 2, previous 0.87>"
+    measured = HeadImportance("decoder.1.attention", "decoder", "attention", 1, 2, 2, 0.1, 0.0, 0.2)
+    contexts = [hw.ablate(net, heads) for heads in (row, [row], measured, {measured: 0.0})]
+    contexts.append(hw.patch(net, {measured: torch.zeros(4)}))
+    for context in contexts:
+        with context:
+            assert torch.equal(net(IDS), expected)
+    for wrong in (lambda: hw.ablate(net, [[1.0] * 999]), lambda: hw.ablate(net, {(0, 1): IDS})):
+        with pytest.raises(ValueError, match=r"names no head|not a finite number") as caught:
+            wrong()
+        assert len(str(caught.value)) < 250
+        assert "\n" not in str(caught.value)
 
 
 def head_outputs(model: nn.Module, inputs, heads=None) -> dict:

@@ -93,7 +93,7 @@ def order_classes(classes: Iterable[HeadClass], sinks_first: bool = False) -> tu
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadMeasures:
     """One head: its position in the model, its measures and its classes in the order of
     `order_classes`.
@@ -110,6 +110,10 @@ class HeadMeasures:
     site: str
     measures: Mapping[str, Measure]
     classes: tuple[HeadClass, ...] = ()
+
+    def __repr__(self) -> str:
+        best = f", {self.classes[0].name} {self.classes[0].score:.2f}" if self.classes else ""
+        return f"<HeadMeasures: {self.site} head {self.head}{best}>"
 
     @property
     def group(self) -> str:
@@ -287,12 +291,12 @@ class HeadTable(NotebookResult):
         rows: list[tuple[Any, ...]] = []
         for head in self.sorted_by(measure):
             classes = ", ".join(f"{one.name} {one.score:.2f}" for one in head.classes[:2])
-            rows.append((head.site, head.head, *head.measures[measure][:4], classes))
-        numbers = list(chain.from_iterable(row[2:6] for row in rows))
+            rows.append((self.name(head), *head.measures[measure][:4], classes))
+        numbers = list(chain.from_iterable(row[1:5] for row in rows))
         alike = [
             Column(name, choose_format(numbers)) for name in (measure, "low", "high", "chance")
         ]
-        columns = ("site", "head", *alike, "classes")
+        columns = ("head", *alike, "classes")
         title = f"{self.model}, {self.texts}; {INTERVAL_NOTE}"
         return ShownTable(title, columns, rows, self.notes)
 
@@ -407,8 +411,12 @@ class ImportanceResult(NotebookResult):
         heads = self.by_importance
         numbers = list(chain.from_iterable(one.measure[:3] for one in heads))
         alike = [Column(name, choose_format(numbers)) for name in ("importance", "low", "high")]
-        columns = ("site", "head", *alike, Column("corrected p", format_p))
-        rows = [(one.site, one.head, one.value, one.low, one.high, one.level) for one in heads]
+        columns = ("head", *alike, Column("corrected p", format_p))
+        sites = tuple(dict.fromkeys(one.site for one in self.heads))
+        rows = [
+            (print_head(one.site, one.head, sites), one.value, one.low, one.high, one.level)
+            for one in heads
+        ]
         title = (
             f"{self.model}, {self.texts} texts: importance by {self.method} for {self.objective}"
         )
@@ -455,4 +463,9 @@ class ImportanceResult(NotebookResult):
 
     def to_csv(self) -> str:
         """Return CSV, the most important head first; what was not tested is an empty field."""
-        return to_csv(self.table)
+        columns = ("site", "head", "importance", "low", "high", "corrected p")
+        rows = [
+            (one.site, one.head, one.value, one.low, one.high, one.level)
+            for one in self.by_importance
+        ]
+        return to_csv(Table("", columns, rows))

@@ -14,18 +14,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ...util.errors import check_known, pluralise
-from ..head_names import parse_heads
+from ...util.escaping import escape_terminal
+from ..head_names import check_head, parse_heads
 from .attention_sites import check_found, find_attention
 from .hooks import AttentionHook, SiteModule, hook_sites
 from .site import HEAD_PARTS, OUTPUT, PATTERN, HeadVectors, Site, Sites
 
 MAX_SEED = 2**31
+MAX_REPR = 80  # characters of a wrong value in a message
 
 
 class HeadCall(NamedTuple):
@@ -252,8 +254,20 @@ def check_shape(site: str, value: Tensor, output: Tensor) -> None:
 # --- Contexts that edit head outputs while a model runs -------------------------------------------
 
 ALL_HEADS = "all"
-# layer number or site name, and head number or "all"; or a name such as L0H3
-HeadRef = tuple[int | str, int | str] | str
+
+
+@runtime_checkable
+class HeadRow(Protocol):
+    """A row of `hw.heads` or `hw.importance`."""
+
+    @property
+    def site(self) -> str: ...
+    @property
+    def head(self) -> int: ...
+
+
+# layer number or site name, and head number or "all"; a name such as L0H3; or a row of a table
+HeadRef = tuple[int | str, int | str] | str | HeadRow
 TokenSelection = (
     Tensor | Sequence[int] | None
 )  # a mask [B, T], column indices of a call, or None: all tokens
@@ -344,7 +358,10 @@ def make_ablation(mode: str, scale: float = 0.0, seed: int = 0) -> HeadPatch:
     if mode not in ABLATION_MODES:
         raise ValueError(f"mode={mode!r} is unknown; give one of {', '.join(ABLATION_MODES)}")
     if type(scale) not in (int, float) or not math.isfinite(scale):
-        raise ValueError(f"scale={scale!r} is not a finite number; give 0 to ablate, 0.5 to halve")
+        raise ValueError(
+            f"scale={escape_terminal(repr(scale), MAX_REPR)} is not a finite number; give 0 to "
+            "ablate, 0.5 to halve; hw.patch takes vectors"
+        )
     if scale and mode != "zero":
         raise ValueError(
             f"mode={mode!r} replaces the output, so scale={scale} has no effect; leave scale out"
@@ -368,8 +385,8 @@ def ablate(
     """Context in which these heads are ablated: their outputs are replaced before the output
     projection.
 
-    A head is (layer, head), (site name, head), (layer, "all"), or a name such as "L0H3"; layer -1
-    is the last. Modes:
+    A head is (layer, head), (site name, head), (layer, "all"), a name such as "L0H3", or a row of
+    `hw.heads` or `hw.importance`; layer -1 is the last. Modes:
 
     - `"zero"`: the output times `scale` (default 0); a mapping of heads gives each head its own
       scale;
@@ -390,6 +407,7 @@ def ablate(
     >>> torch.equal(ablated[:, :-1], net(ids)[:, :-1]), torch.equal(ablated[:, -1], net(ids)[:, -1])
     (True, False)
     """
+    patches: dict[HeadRef, HeadPatch]
     if isinstance(heads, Mapping):
         if scale or mode != "zero":
             raise ValueError(
@@ -468,6 +486,7 @@ class EditedHeads:
         self._tokens = tokens
         self._part = part
         self._site_modules = find_attention(model)
+        patches = dict(zip(_check_refs(patches), patches.values(), strict=True))
         self._patches: dict[str, dict[int, HeadPatch]] = {}
         for name, heads in group_by_site(model, self._site_modules, patches).items():
             check_part(next(one for one in self._site_modules if one.site.name == name), part)
@@ -554,27 +573,25 @@ def _head_indices(site: Site, head: int | str) -> Sequence[int]:
                 f"the number of heads of {site.name} is unknown; name each head by its number"
             )
         return range(site.heads)
-    if head < 0 or (site.heads and head >= site.heads):
-        raise ValueError(
-            f"{site.name} has no head {head}; give heads in 0..{max(site.heads - 1, 0)}"
-        )
+    check_head(site.name, head, site.heads)
     return (head,)
 
 
-def _check_refs(heads: Any) -> list[HeadRef]:
-    """Return `heads` as a list; raise unless each is a name, or a pair (layer or site name, head or
-    "all").
+def _check_refs(heads: Any) -> list[tuple[int | str, int | str] | str]:
+    """Return `heads` as a list, the rows of a table as pairs; raise unless each is a name, or a
+    pair (layer or site name, head or "all").
     """
-    refs: list[Any] = (
+    rows: list[Any] = (
         [heads] if isinstance(heads, str) or not isinstance(heads, Iterable) else [*heads]
     )
+    refs: list[Any] = [(row.site, row.head) if isinstance(row, HeadRow) else row for row in rows]
     for ref in refs:
         is_pair = isinstance(ref, tuple) and len(ref) == 2 and type(ref[0]) in (int, str)
         is_pair = is_pair and (type(ref[1]) is int or ref[1] == ALL_HEADS)
         if not is_pair and not isinstance(ref, str):
             raise ValueError(
-                f'{ref!r} names no head; give (layer, head), (site, head), (layer, "all") or a '
-                'name, as in (3, 5) or "L3H5"'
+                f"{escape_terminal(repr(ref), MAX_REPR)} names no head; give (layer, head), "
+                '(site, head), (layer, "all") or a name, as in (3, 5) or "L3H5"'
             )
     return refs
 
