@@ -89,7 +89,7 @@ class CircuitOptions(TokenizerOptions):
     position: int = -1
     mlps: str = "free"
     steps: Count = 1
-    exact: Natural = 64
+    exact: Natural = 20
     points: Natural = 8
     draws: Count = 3
     budget: str | None = None

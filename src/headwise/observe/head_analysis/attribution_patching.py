@@ -23,7 +23,6 @@ from ...report.render import to_text
 from ...report.text import choose_format, format_p
 from ..inspect.site import OUTPUT, VECTOR_FIELDS
 from .circuit_graph import EMBEDDING, CircuitModel, NodeRun
-from .head_table import INTERVAL_NOTE
 from .path_patching import (
     CircuitResult,
     PairRuns,
@@ -36,7 +35,7 @@ from .text_analysis import text_reader
 
 PARTS = (OUTPUT, *VECTOR_FIELDS)
 NUM_SHOWN = 30  # heads, or edges, of a printed table
-MAX_EXACT = 64  # heads that are also patched one by one, by default
+MAX_EXACT = 20  # heads that are also patched one by one, by default
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class AttributionResult(CircuitResult):
         names = ("patched", "low", "high", "estimate", "chance", "by q", "by k", "by v")
         alike = [Column(name, choose_format(numbers)) for name in names]
         columns = ("head", *alike, Column("corrected p", format_p))
-        title = f"{self.title}; change by each head; {INTERVAL_NOTE}"
+        title = self.table_title("change by each head")
         sentence = [] if self.agreement is None else [self.agreement.sentence]
         return Table(title, columns, rows, (*sentence, *self.notes)).without_empty_columns()
 
@@ -162,7 +161,8 @@ class AttributionResult(CircuitResult):
         if len(table.rows) > NUM_SHOWN:
             more = f"and {len(table.rows) - NUM_SHOWN} more heads, in .data and --json"
             table = replace(table, rows=table.rows[:NUM_SHOWN], notes=(more, *table.notes))
-        return "\n\n".join(map(to_text, (self.figure, table)))
+        is_small = len(self.heads) <= NUM_SHOWN
+        return "\n\n".join(map(to_text, (self.figure, table) if is_small else (table,)))
 
 
 def _best(head: HeadAttribution) -> float:

@@ -43,7 +43,6 @@ from .circuit_graph import (
     RunHandler,
     change_output,
 )
-from .head_table import INTERVAL_NOTE
 from .path_patching import (
     CircuitResult,
     PairRuns,
@@ -125,9 +124,7 @@ class EdgeGraph(CircuitResult):
         alike = [
             Column(name, choose_format(numbers)) for name in ("score", "low", "high", "patched")
         ]
-        title = (
-            f"{self.title}; the {len(rows)} largest of {self.num_edges:,} edges; {INTERVAL_NOTE}"
-        )
+        title = self.table_title(f"the {len(rows)} largest of {self.num_edges:,} edges")
         sentence = [] if self.agreement is None else [self.agreement.sentence]
         notes = (*sentence, *self.notes)
         return Table(title, ("edge", *alike), rows, notes).without_empty_columns()

@@ -97,6 +97,11 @@ class CircuitResult(NotebookResult):
             f"clean {self.clean:.4g}, corrupt {self.clean + self.total:.4g}"
         )
 
+    def table_title(self, *details: str) -> str:
+        """The title with details, and what low and high are if there are several pairs."""
+        interval = [INTERVAL_NOTE] if self.pairs > 1 else []
+        return "; ".join([self.title, *details, *interval])
+
     def __str__(self) -> str:
         return "\n\n".join(map(to_text, self.report_items))
 
@@ -162,7 +167,7 @@ class PathEffects(CircuitResult):
             Column(name, choose_format(numbers)) for name in ("effect", "low", "high", "chance")
         ]
         columns = ("path", *alike, "of total", Column("p", format_p))
-        title = f"{self.title}; {INTERVAL_NOTE}"
+        title = self.table_title()
         return Table(title, columns, rows, self.notes).without_empty_columns()
 
     @property
