@@ -77,6 +77,7 @@ def save_figure(path: Path, **options: bool) -> None:
 PAGE = render_html({}, "dates", PageAssets("", ""))
 RECORD = json.dumps({"format": 1, "kind": "ours", "change": {}, "source": {}, "files": {}})
 TEXTS = ("--data", "TEXTS")
+PAIR = ("--clean", "a b", "--corrupt", "a c")
 COMMANDS = {
     "trace --out": Command(
         ("trace", "MODEL", "--text", "a", "--out", "OUT"), save_trace_of_one, is_folder=False
@@ -86,6 +87,11 @@ COMMANDS = {
         ("view", "MODEL", "--export", "OUT"), lambda path: path.write_text(PAGE), is_folder=False
     ),
     "cost --plot": Command(("cost", "nowhere", "--plot", "OUT"), save_figure, is_folder=False),
+    "circuit": Command(
+        ("circuit", "MODEL", *PAIR, "--metric", "log_probability:a", "--out", "OUT"),
+        save_figure,
+        is_folder=False,
+    ),
     "heads": Command(("heads", "MODEL", *TEXTS, "--out", "OUT"), file("heads.json", "{}")),
     "heads of a trace": Command(
         ("heads", "TRACE", "--draw", "L0H0", "--out", "OUT"), file("head-a-0-light.svg", "")
@@ -110,7 +116,12 @@ COMMANDS = {
     "learn": Command(("learn", "003-2.1", "--html", "OUT"), file("003.html", "")),
     "demo": Command(("demo", "--out", "OUT"), file("headwise.toml", ""), continues=True),
 }
-SUFFIXES = {"view --export": ".html", "cost --plot": ".svg", "trace --export": ".csv"}
+SUFFIXES = {
+    "view --export": ".html",
+    "cost --plot": ".svg",
+    "circuit": ".svg",
+    "trace --export": ".csv",
+}
 STUDY = Path(__file__).parents[1] / "studies" / "variants.toml"
 
 
@@ -261,7 +272,7 @@ def test_what_is_not_ours_stays(name, state, options, out, capsys):
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in COMMANDS if name not in ("view --export", "cost --plot", "trace --export")],
+    [name for name in COMMANDS if name not in SUFFIXES],
 )
 def test_devices_stay(name: str, capsys: pytest.CaptureFixture[str]):
     device = Path("/dev/null")
@@ -349,7 +360,7 @@ def test_every_command_with_an_output_is_in_the_table():
         if "--out" in options or "--overwrite" in options:
             writing.add(command)
     tested = {"trace", "view", "heads", "train", "study", "demo", "learn"}
-    assert writing == {*tested, "prune", "convert", "cost"}
+    assert writing == {*tested, "prune", "convert", "cost", "circuit"}
 
 
 # --- Python functions -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.cli import COMMANDS, MODULES, heads, main, prune, run, trace, view
+from headwise.cli import COMMANDS, MODULES, circuit, heads, main, prune, run, trace, view
 from headwise.cli.arguments import LoadingOptions
 from headwise.cli.options import Options
 from headwise.cli.text_arguments import CompressionRun
@@ -164,6 +164,10 @@ LOADERS: dict[str, tuple[Callable[[list[str]], Any], list[str]]] = {
         ["--kv", "1", "--data", "TEXTS", "--out", "OUT"],
     ),
     "view": (load_in_view, ["--text", "two to", "--read-only"]),
+    "circuit": (
+        lambda argv: circuit._load(circuit.CircuitOptions.parse(argv)),
+        ["--clean", "two to", "--corrupt", "one to", "--metric", "log_probability:t"],
+    ),
 }
 
 

@@ -345,5 +345,8 @@ def test_heads_are_shown_beside_their_sinks_or_as_sinks(page: Any):
         for shown in (table, table.with_sinks_first()):
             count = sum(head.classes[0].name == "sink" for head in shown.heads)
             legend.get_by_role("button", name=f"sink {count}").wait_for()
+            assert page.get_by_role("button", name="Sinks first").get_attribute("aria-pressed") == (
+                "true" if shown is not table else "false"
+            )
             page.keyboard.press("s")
         wait_until(page, "!location.hash.includes('sinks=')")
