@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import headwise as hw
 from headwise.hub.pretrained_models import copy_live_model
@@ -156,3 +157,122 @@ def test_several_stacks_have_no_graph():
         model, [tuple(inputs)], lambda logits: logits[0, -1, 3], [("E0H1", "X1H0.v")]
     )
     assert result.pairs == 1
+    with pytest.raises(
+        ValueError, match=r"M0 is the MLP of encoder.block.0 and of decoder.block.0"
+    ):
+        hw.head_analysis.patch_paths(model, [tuple(inputs)], metric, [("M0", "D1H0.q")])
+
+
+# --- Uncommon models ------------------------------------------------------------------------------
+
+
+def test_blocks_that_run_several_times_have_paths_between_heads():
+    """ALBERT by hooks of torch that count the calls of its one block."""
+    transformers = pytest.importorskip("transformers")
+    entry = ZOO["bert"]._replace(
+        model="AlbertForMaskedLM",
+        config="AlbertConfig",
+        keys={**ZOO["bert"].keys, "embedding_size": 16, "num_hidden_layers": 3},
+    )
+    model = entry.build("sdpa").double()
+    assert isinstance(model, transformers.AlbertForMaskedLM)
+    dense = model.albert.encoder.albert_layer_groups[0].albert_layers[0].attention.dense
+
+    def run(ids, heads=None):
+        seen = []
+
+        def replace(_, args):
+            seen.append(args[0] if heads is None else heads[len(seen)])
+            return (seen[-1],)
+
+        handle = dense.register_forward_pre_hook(replace)
+        output = output_of(model, ids)
+        handle.remove()
+        return metric(output), seen
+
+    (clean, frozen) = run(CLEAN)
+    (_, corrupt) = run(CORRUPT)
+    expected = []
+    for layer in range(3):
+        heads = [one.clone() for one in frozen]
+        heads[layer][..., :8] = corrupt[layer][..., :8]
+        expected.append(float(run(CLEAN, heads)[0] - clean))
+    paths = [(f"L{layer}H0", "logits") for layer in range(3)]
+    result = hw.head_analysis.patch_paths(model, [(CLEAN, CORRUPT)], metric, paths)
+    assert [path.effect.value for path in result.paths] == pytest.approx(expected, rel=1e-6)
+    assert min(map(abs, expected)) > 1e-4
+    heads = hw.head_analysis.attribute_heads(model, [(CLEAN, CORRUPT)], metric)
+    assert heads.agreement is not None
+    assert heads.agreement.count == 12
+    last = {one.name: one.exact for one in heads.heads}["L2H0"]
+    assert last is not None
+    assert last.value == pytest.approx(expected[2], rel=1e-6)
+    words = "AlbertForMaskedLM runs the same blocks several times"
+    for options in ({"mlps": "frozen"}, {}):
+        senders = "L0H0" if options else "embedding"
+        with pytest.raises(ValueError, match=words):
+            hw.head_analysis.patch_paths(
+                model, [(CLEAN, CORRUPT)], metric, [(senders, "logits")], **options
+            )
+    with pytest.raises(ValueError, match=words):
+        hw.head_analysis.patch_paths(model, [(CLEAN, CORRUPT)], metric, [("M0", "logits")])
+    with pytest.raises(ValueError, match=words):
+        hw.head_analysis.attribute_heads(model, [(CLEAN, CORRUPT)], metric, steps=2)
+    with pytest.raises(ValueError, match=words):
+        hw.head_analysis.attribute_edges(model, [(CLEAN, CORRUPT)], metric)
+
+
+def test_all_windows_count():
+    """The last of four windows alone changes; estimates are derivatives of patches."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.SwinConfig(
+        image_size=16,
+        patch_size=4,
+        num_channels=1,
+        embed_dim=8,
+        depths=[2],
+        num_heads=[2],
+        window_size=2,
+        num_labels=5,
+        drop_path_rate=0.0,
+    )
+    model = transformers.SwinForImageClassification(config).eval().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    images = torch.randn(2, 1, 1, 16, 16, dtype=torch.float64)
+    images[1, ..., :8, :] = images[0, ..., :8, :]
+    pair = tuple({"pixel_values": image} for image in images)
+
+    def first_logits(logits):
+        return logits.flatten()[0] - logits.flatten()[1]
+
+    result = hw.head_analysis.attribute_heads(model, [pair], first_logits, exact=0)
+    for head in range(2):
+        clean, corrupt = (hw.head_outputs(model, one, [(0, head)]) for one in pair)
+        values = []
+        for step in (1e-4, -1e-4):
+            moved = {ref: one + step * (corrupt[ref] - one) for ref, one in clean.items()}
+            with hw.patch(model, moved), torch.no_grad():
+                values.append(float(first_logits(model(**pair[0]).logits)))
+        expected = (values[0] - values[1]) / 2e-4
+        assert abs(expected) > 1e-4
+        assert result.heads[head].effects["output"].value == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_second_mlp_of_a_block_cannot_be_frozen():
+    entry = ZOO["gpt-oss"]._replace(
+        model="GraniteMoeSharedForCausalLM",
+        config="GraniteMoeSharedConfig",
+        keys={**ZOO["llama"].keys, "num_local_experts": 4, "shared_intermediate_size": 16},
+    )
+    model = entry.build("sdpa")
+    paths = [("L0H1", "logits")]
+    free = hw.head_analysis.patch_paths(model, [(CLEAN, CORRUPT)], metric, paths)
+    assert abs(free.paths[0].effect.value) > 1e-4
+    with pytest.raises(
+        ValueError, match=r"finds one MLP in .*, which also has weights such as shared_"
+    ):
+        hw.head_analysis.patch_paths(model, [(CLEAN, CORRUPT)], metric, paths, mlps="frozen")

@@ -219,8 +219,9 @@ def attribute_pair(runs: PairRuns, steps: int) -> dict[str, dict[str, Array]]:
         recorded = [one[2] for one in tensors]
         grads = torch.autograd.grad(value, recorded, materialize_grads=True)
         for (part, site, _, difference), grad in zip(tensors, grads, strict=True):
-            product = (difference * grad).sum(-1)[0].detach().cpu().double().numpy() / len(shares)
-            effects[part][site] = effects[part].get(site, 0.0) + product
+            # one text may be several windows of tokens
+            product = (difference * grad).sum(-1).flatten(0, 1).detach().cpu().double().numpy()
+            effects[part][site] = effects[part].get(site, 0.0) + product / len(shares)
     return effects
 
 

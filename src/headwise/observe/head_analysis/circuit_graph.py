@@ -220,10 +220,12 @@ class CircuitModel:
             name: path[0] for name, path in zip(self.site_names, paths, strict=True) if path
         }
         blocks = list(dict.fromkeys(self.block_of_site.values()))
-        self.mlps = find_mlps(model, blocks)
+        # one place stands for one output: blocks that run several times have nodes for heads alone
+        self.is_repeated = any(one.calls_per_forward > 1 for one in self.site_modules)
+        self.mlps = {} if self.is_repeated else find_mlps(model, blocks)
         # blocks without attention have MLPs too
         parents = list(dict.fromkeys(path.rpartition(".")[0] for path in blocks))
-        for parent in parents:
+        for parent in () if self.is_repeated else parents:
             children = model.get_submodule(parent).named_children()
             more = [f"{parent}.{name}".strip(".") for name, _ in children if name.isdigit()]
             self.mlps |= find_mlps(model, [path for path in more if path not in blocks])
@@ -233,12 +235,21 @@ class CircuitModel:
     @cached_property
     def first_block(self) -> nn.Module:
         """The block that the embeddings enter; raise if the model has not one row of blocks."""
+        self._check_not_repeated("no block is the first for embeddings and edges")
         if len(self.parents) != 1:
             raise ValueError(
                 f"{type(self.model).__name__} has {len(self.parents)} stacks of layers instead of "
                 "one residual stream; measure heads with one step, or paths between heads"
             )
         return self._layers[0]
+
+    def _check_not_repeated(self, consequence: str) -> None:
+        if self.is_repeated:
+            raise ValueError(
+                f"{type(self.model).__name__} runs the same blocks several times in one forward "
+                f"call, so {consequence}; measure heads with one step, or paths between heads "
+                "or to the logits with free MLPs"
+            )
 
     @property
     def last_block(self) -> nn.Module:
@@ -304,14 +315,8 @@ class CircuitModel:
         """Return the nodes of a name; L0:1,2 are two heads."""
         if name in (EMBEDDING, LOGITS):
             return [Node(name)]
-        mlps = {self.name(Node(MLP, path)): Node(MLP, path) for path in self.mlps}
         if re.fullmatch(r"M\d+", name):
-            if name not in mlps:
-                raise ValueError(
-                    f"{type(self.model).__name__} has no MLP {name}; it has "
-                    f"{', '.join(mlps) or 'none that headwise finds'}"
-                )
-            return [mlps[name]]
+            return [self._find_mlp(name)]
         heads, dot, part = name.rpartition(".")
         if not dot or part not in INPUTS_OF_HEAD:
             heads, part = name, ""
@@ -319,6 +324,23 @@ class CircuitModel:
         for site, numbers in group_by_site(self.model, self.site_modules, [heads]).items():
             nodes += [Node(HEAD, site, number, part) for number in numbers]
         return nodes
+
+    def _find_mlp(self, name: str) -> Node:
+        self._check_not_repeated("no MLP has one input and one output")
+        mlps = [Node(MLP, path) for path in self.mlps]
+        named = [node for node in mlps if self.name(node) == name]
+        if not named:
+            raise ValueError(
+                f"{type(self.model).__name__} has no MLP {name}; it has "
+                f"{', '.join(self.names(mlps)) or 'none that headwise finds'}"
+            )
+        if len(named) > 1:
+            raise ValueError(
+                f"{name} is the MLP of {' and of '.join(node.place for node in named)} in "
+                f"{type(self.model).__name__}, so the name is ambiguous; measure paths between "
+                "heads"
+            )
+        return named[0]
 
     def find_all(self, names: Iterable[str] | str) -> list[Node]:
         """Return the nodes of several names."""
@@ -336,22 +358,29 @@ class CircuitModel:
                 check_part(modules[node.place], node.part)
 
     def check_all_mlps(self) -> None:
-        """Raise unless the MLP of every block is known, or the block has attention alone."""
+        """Raise if a block has matrices outside its attentions and the MLP that is known of it."""
+        self._check_not_repeated("MLPs have no one output to freeze")
+        known: dict[str, set[int]] = {}  # parameters by block
         for one in self.site_modules:
             block = self.block_of_site.get(one.site.name, "")
-            if block in self.mlps:
-                continue
             attention = one.site.path.removeprefix(f"{block}.").partition(".")[0]
+            modules = [self.model.get_submodule(f"{block}.{attention}".strip("."))]
+            if block in self.mlps:
+                modules += self.mlps[block][1:]
+            for module in modules:
+                known.setdefault(block, set()).update(map(id, module.parameters()))
+        for block, parameters in known.items():
             others = [
                 name
                 for name, parameter in self.model.get_submodule(block).named_parameters()
-                if parameter.dim() > 1 and not name.startswith(f"{attention}.")
+                if parameter.dim() > 1 and id(parameter) not in parameters
             ]
             if others:
+                number = "one MLP" if block in self.mlps else "no MLP"
                 raise ValueError(
-                    f"headwise finds no MLP in {block or 'the model'} of "
-                    f"{type(self.model).__name__}, but weights such as {others[0]}, so MLPs cannot "
-                    "be frozen; patch paths with free MLPs"
+                    f"headwise finds {number} in {block or 'the model'} of "
+                    f"{type(self.model).__name__}, which also has weights such as {others[0]}, so "
+                    "MLPs cannot be frozen; patch paths with free MLPs"
                 )
 
     def run(self, inputs: ModelInputs, handler: RunHandler) -> Tensor:
@@ -362,7 +391,7 @@ class CircuitModel:
             write = partial(change_output, partial(handler.write, place))
             read = partial(_change_input, partial(handler.read_mlp, place))
             overrides += [ForwardOverride(mlp.writer, write), ForwardOverride(mlp.reader, read)]
-        if len(self.parents) == 1:
+        if len(self.parents) == 1 and not self.is_repeated:
             write = partial(_change_input, partial(handler.write, ""))
             overrides.append(ForwardOverride(self.first_block, write))
         with override_forwards(overrides), hook_sites(self.model, self.site_modules, hooks):
