@@ -113,28 +113,29 @@ MEASURED_ON = {
     "x86-avx512-bf16": "AMD EPYC (Zen 5), 2 cores, 32 MiB of L3 cache, AVX-512 bf16",
     "x86-avx512": "Intel Xeon with AVX-512 and VNNI without bf16, 2 cores",
     "x86-amx": "Intel Xeon (Emerald Rapids), 2 cores, 2 MiB of L2 cache each, AMX",
+    "x86-avx2": "AMD EPYC with AVX2, 2 cores, 512 KiB of L2 cache each",
 }
-# Sizes on these three classes; None was not measured. They count keys, bytes of weights (gemv: one
+# Sizes on these classes; None was not measured. They count keys, bytes of weights (gemv: one
 # token, gemm: several), bytes of keys and values (ragged), and parameters (bf16_training).
 FROM: dict[str, tuple[float | None, ...]] = {
-    "block_sparse": (370, 370, 460),
-    "linear": (266, 266, 136),
-    "flash_cpu": (64, None, 128),
-    "flash_cpu_full": (64, None, NEVER),  # where no pair is masked
-    "routed": (1024, None, 750),
-    "bf16_matmul": (0, NEVER, NEVER),
-    "ragged_float32": (8388608, None, 12582912),
-    "ragged_bfloat16": (2097152, None, 8388608),
-    "gemv_float32": (1572864, NEVER, NEVER),
-    "gemv_bfloat16": (65536, NEVER, 65536),
-    "gemm_float32": (262144, NEVER, 4194304),
-    "gemm_bfloat16": (65536, NEVER, 65536),
-    "bf16_training": (0, NEVER, 0),
+    "block_sparse": (370, 370, 460, None),
+    "linear": (266, 266, 136, None),
+    "flash_cpu": (64, None, 128, NEVER),
+    "flash_cpu_full": (64, None, NEVER, NEVER),  # where no pair is masked
+    "routed": (1024, None, 750, NEVER),
+    "bf16_matmul": (0, NEVER, NEVER, NEVER),
+    "ragged_float32": (8388608, None, 12582912, 12582912),
+    "ragged_bfloat16": (2097152, None, 8388608, 1048576),
+    "gemv_float32": (1572864, NEVER, NEVER, 8388608),
+    "gemv_bfloat16": (65536, NEVER, 65536, 8388608),
+    "gemm_float32": (262144, NEVER, 4194304, 1048576),
+    "gemm_bfloat16": (65536, NEVER, 65536, 524288),
+    "bf16_training": (0, NEVER, 0, None),
 }
 UP_TO: dict[str, tuple[float | None, ...]] = {  # keys, and tokens of a product (gemm_tokens)
-    "bf16_matmul_gradients": (ALWAYS, 0, 327),
-    "gemm_tokens_float32": (32768, 0, 64),
-    "gemm_tokens_bfloat16": (4, 0, 4),
+    "bf16_matmul_gradients": (ALWAYS, 0, 327, 0),
+    "gemm_tokens_float32": (32768, 0, 64, 4),
+    "gemm_tokens_bfloat16": (4, 0, 4, 64),
 }
 FROM_ANY_CLASS = {"block_sparse": 370.0, "linear": 266.0}
 ONE_THREAD: dict[str, dict[str, float]] = {  # where one thread has another size
