@@ -58,6 +58,7 @@ MEDIA_TYPES = {
 EVENT_WAIT_SECONDS = 0.05  # between two looks for new events of a job
 MAX_REQUEST_SECONDS = 60.0
 MAX_JSON_DEPTH = 16
+MAX_DIGITS = 20  # of a revision
 OPENING_JOBS = ("text", "open")  # they replace what another window has opened
 OUTDATED = ValueError("error.outdated")  # the window itself has opened another text
 BINARY = "application/octet-stream"
@@ -224,8 +225,9 @@ class ViewServer:
 
 def read_window(request: Request) -> tuple[str, int | None]:
     """Return the name of the window that asks and the revision it shows; None if it names none."""
-    revision = request.headers.get("x-revision", "")
-    return request.headers.get("x-window", ""), int(revision) if revision.isdecimal() else None
+    text = request.headers.get("x-revision", "")
+    revision = int(text) if text.isdecimal() and len(text) < MAX_DIGITS else None
+    return request.headers.get("x-window", ""), revision
 
 
 def parse_body(body: bytes) -> dict[str, Any]:

@@ -46,7 +46,8 @@ def test_heads_of_a_table_are_ablated_as_they_are():
     )
     assert repr(row) == "<HeadMeasures: decoder.1.attention head 2, previous 0.87>"
     measured = HeadImportance("decoder.1.attention", "decoder", "attention", 1, 2, 2, 0.1, 0.0, 0.2)
-    contexts = [hw.ablate(net, heads) for heads in (row, [row], measured, {measured: 0.0})]
+    named = (row, [row], measured, {measured: 0.0}, {row: 0.0})
+    contexts = [hw.ablate(net, heads) for heads in named]
     contexts.append(hw.patch(net, {measured: torch.zeros(4)}))
     for context in contexts:
         with context:

@@ -179,6 +179,14 @@ def test_one_head_alone_reads_its_own_keys(name, part, columns):
             check_close(ours(CLEAN), expected, rtol=1e-4, atol=1e-6)
 
 
+def test_patched_weights_have_no_dropout_to_lose():
+    """A model in train mode is refused: the patched heads alone would have no dropout."""
+    model = build("gpt2")
+    values = hw.head_outputs(model, CORRUPT, [(0, 1)], part="q")
+    with pytest.raises(ValueError, match="is in train mode"):
+        hw.patch(model.train(), values, part="q")
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss", "qwen3", "deepseek"])
 @pytest.mark.parametrize("ours", [False, True])
 def test_windows_caps_sinks_and_latent_keys(name, ours):

@@ -81,7 +81,7 @@ class HeadClass(NamedTuple):
 def order_classes(classes: Iterable[HeadClass], sinks_first: bool = False) -> tuple[HeadClass, ...]:
     """Sort the classes of a head, the likeliest first, and "sink" last unless `sinks_first`.
 
-    Most heads of a trained decoder put most of their weight on sinks. What they do is what they do
+    Of most heads of a trained decoder "sink" has the highest score. What they do is what they do
     with the weight that sinks leave, which the other measures describe.
 
     >>> sink, previous = HeadClass("sink", 0.9, ""), HeadClass("previous", 0.6, "")
@@ -115,6 +115,9 @@ class HeadMeasures:
         best = f", {self.classes[0].name} {self.classes[0].score:.2f}" if self.classes else ""
         return f"<HeadMeasures: {self.site} head {self.head}{best}>"
 
+    def __hash__(self) -> int:  # a row names its head in mappings
+        return hash((self.site, self.head))
+
     @property
     def group(self) -> str:
         """Group of the first class."""
@@ -141,7 +144,7 @@ class HeadMeasures:
             "kv": self.kv,
             "measures": {name: measure.data for name, measure in self.measures.items()},
             "classes": [head_class._asdict() for head_class in self.classes],
-            "class": self.classes[0].name if self.classes else None,
+            "class": order_classes(self.classes)[0].name if self.classes else None,
             "class_with_sinks": self.with_sinks_first().classes[0].name if self.classes else None,
         }
 
@@ -262,7 +265,8 @@ class HeadTable(NotebookResult):
         grid = HeatMap(strengths, sites, columns, x_label="head", texts=texts, colours=colours)
         note = "in lower case if the score is below 0.5"
         if self.with_sinks_first() != self:
-            note += "; sinks set aside: a head is S if it has no other class"
+            letter = CLASS_STYLES["sink"][0]
+            note += f"; sinks set aside: a head is {letter} if it has no other class"
         heading = title or f"{self.model}, {self.texts}"
         return Figure(heading, [grid], self.class_legend, legend_title=note)
 

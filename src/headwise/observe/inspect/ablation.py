@@ -24,6 +24,7 @@ from ...util.escaping import escape_terminal
 from ..head_names import check_head, parse_heads
 from .attention_sites import check_found, find_attention
 from .hooks import AttentionHook, SiteModule, hook_sites
+from .model_inputs import check_eval_mode
 from .site import HEAD_PARTS, OUTPUT, PATTERN, HeadVectors, Site, Sites
 
 MAX_SEED = 2**31
@@ -472,6 +473,8 @@ class EditedHeads:
         part: str = OUTPUT,
     ) -> None:
         check_known("part", part, HEAD_PARTS)
+        if part != OUTPUT:
+            check_eval_mode(model)  # patched weights have no dropout
         if isinstance(tokens, Tensor):
             is_valid = tokens.dim() == 2 and tokens.dtype == torch.bool
         else:
