@@ -360,7 +360,7 @@ class CircuitModel:
     def check_all_mlps(self) -> None:
         """Raise if a block has matrices outside its attentions and the MLP that is known of it."""
         self._check_not_repeated("MLPs have no one output to freeze")
-        known: dict[str, set[int]] = {}  # parameters by block
+        ids_of_block: dict[str, set[int]] = {}  # of parameters of its attentions and its MLP
         for one in self.site_modules:
             block = self.block_of_site.get(one.site.name, "")
             attention = one.site.path.removeprefix(f"{block}.").partition(".")[0]
@@ -368,12 +368,12 @@ class CircuitModel:
             if block in self.mlps:
                 modules += self.mlps[block][1:]
             for module in modules:
-                known.setdefault(block, set()).update(map(id, module.parameters()))
-        for block, parameters in known.items():
+                ids_of_block.setdefault(block, set()).update(map(id, module.parameters()))
+        for block, ids in ids_of_block.items():
             others = [
                 name
                 for name, parameter in self.model.get_submodule(block).named_parameters()
-                if parameter.dim() > 1 and id(parameter) not in parameters
+                if parameter.dim() > 1 and id(parameter) not in ids
             ]
             if others:
                 number = "one MLP" if block in self.mlps else "no MLP"
