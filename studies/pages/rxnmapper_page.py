@@ -180,9 +180,10 @@ def measure_ablated(model: Any, inputs: Any, reactions: Sequence[Reaction]) -> d
 
 
 def measure_shared(model: Any, inputs: Any, reactions: Sequence[Reaction]) -> dict[str, Any]:
-    """Return the counts of the product without one head in all layers before its own.
+    """Return the counts of the product without the output of one head in all layers before its own.
 
-    ALBERT uses the weights of one layer at every depth, so this removes the head from the weights.
+    ALBERT uses the weights of one layer at every depth, so zero ablation removes the head's columns
+    of the output projection. Its queries and keys stay.
     """
     capture = hw.Capture(sites=(LAYER,))
     reference = read_mappings(hw.trace(model, inputs, capture=capture), LAYER, HEAD, reactions)
@@ -329,7 +330,8 @@ def ablation_table(
 ) -> Table:
     """Return the ablations that move most of the product's largest weights, and none."""
     kinds = ("agreement", "largest", "element")
-    names = {name.split()[0] for name in counts if name != "full"}
+    # a set has another order in every run, and so other heads among equal ones
+    names = dict.fromkeys(name.split()[0] for name in counts if name != "full")
     ranked = sorted(names, key=lambda name: sum(counts[f"{name} zero"]["largest"]))
     rows: list[list[Any]] = []
     for name in ranked[:8]:
@@ -450,8 +452,8 @@ def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
         ablation_text(results["ablated"], total),
         ablation_table(results["ablated"], full, atoms),
         fill(
-            f"""One head removed from all layers before {LAYER} at once, which removes it from the shared
-            weights:"""
+            f"""The output of one head ablated in all layers before {LAYER} at once. The queries and keys of
+            H{HEAD} stay, and {NAME} still computes the weights that the mapping reads:"""
         ),
         ablation_table(results["shared"], full, atoms),
         "## What the model needs the head for",
