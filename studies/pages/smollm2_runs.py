@@ -26,7 +26,8 @@ class Sizes(NamedTuple):
     tokens: int = 64  # of a text for evaluation
     evaluation: int = 4  # texts of each source
     short: int = 32  # tokens of a text for importance, redundancy and distillation
-    ranking: int = 3  # texts of each source, for importance and redundancy
+    ranking: int = 3  # texts of each source, for importance, and as many for redundancy
+    unused: tuple[int, int] = (18, 4)  # lines of plays and sentences after those of ranking
     distillation: int = 60  # texts of each source
     repeated: int = 12  # texts of random tokens
     period: int = 32  # random tokens before the repetition
@@ -69,7 +70,10 @@ class LineReader:
 
 
 def read_rows(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> dict[str, TextRows]:
-    """Return the texts of each use; no line has two uses."""
+    """Return the texts of each use; no line has two uses.
+
+    The lines after those of ranking have no use: texts for evaluation were once read from there.
+    """
     parsed = (data / "ud_english_ewt/en_ewt-ud-dev.conllu").read_text().splitlines()
     sentences = [line.removeprefix("# text = ") for line in parsed if line.startswith("# text = ")]
     plays = (data / "tinyshakespeare/input.txt").read_text().splitlines()
@@ -80,10 +84,14 @@ def read_rows(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> dict[str, TextR
     uses = {
         "evaluation": (sizes.evaluation, sizes.tokens),
         "ranking": (sizes.ranking, sizes.short),
+        "redundancy": (sizes.ranking, sizes.short),
         "distillation": (sizes.distillation, sizes.short),
     }
     rows: dict[str, TextRows] = {}
     for use, size in uses.items():
+        if use == "redundancy":
+            for reader, count in zip(readers, sizes.unused, strict=True):
+                reader.next_line += count
         ids, spans = zip(*(reader.take(*size) for reader in readers), strict=True)
         rows[use] = TextRows(torch.cat(ids), spans)
     return rows
@@ -306,5 +314,5 @@ def measure(net: Any, data: Path, sizes: Sizes, store: ResultStore) -> dict[str,
     store.measure("conversion", lambda: measure_conversion(net, rows, sizes))
     store.measure("sources", lambda: sources)
     store.measure("sizes", lambda: sizes._asdict())
-    store.measure("redundancy", lambda: measure_redundancy(net, rows["ranking"]))
+    store.measure("redundancy", lambda: measure_redundancy(net, rows["redundancy"]))
     return store.results
