@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -129,8 +129,9 @@ class LabRuns:
         from ..observe.inspect.ablation import OutputEditor
 
         by_site: dict[str, dict[int, HeadPatch]] = {}
-        for (site, head), patch in patches.items():
-            by_site.setdefault(str(site), {})[int(head)] = patch
+        for place, patch in patches.items():
+            site, head = cast("tuple[str, int]", place)
+            by_site.setdefault(site, {})[head] = patch
         hooks: dict[str, AttentionHook] = {}
         for site, edited in by_site.items():
             stream = self.trace.get_layer(site).query_stream
