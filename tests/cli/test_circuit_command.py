@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 import headwise as hw
 from headwise.observe.head_analysis.attribution_patching import attribute_heads
@@ -13,6 +17,7 @@ from headwise.observe.head_analysis.path_patching import patch_paths
 from support import command_help
 from support.command_help import run_json, run_ok
 from support.saved_models import save_models
+from support.transformers_models import ZOO
 
 TEXTS = ("--clean", "a cat and a", "--corrupt", "a dog and a")
 METRIC = ("--metric", "logit_difference:c,d")
@@ -97,6 +102,8 @@ def test_edges_are_printed_and_drawn(folders, tmp_path, capsys):
         ((*TEXTS, *METRIC, "--path", "L0H0 -> M7"), "has no MLP M7; it has M0, M1"),
         ((*TEXTS, *METRIC, "--path", "L0H0 -> M1+logits"), "a path of its own"),
         ((*TEXTS, *METRIC, "--position", "40"), "has 11 tokens and no position 40"),
+        ((*TEXTS, *METRIC, "--path", "L1H0 -> L0H0.q"), "there is no path from L1H0 to L0H0.q"),
+        ((*TEXTS, *METRIC, "--edges --points 0 --out a.svg"), "give --points above 0"),
         ((*TEXTS, *METRIC, "--edges --budget 1kB"), "more than the budget of 1"),
     ],
 )
@@ -106,3 +113,33 @@ def test_refused_in_one_line(argv, words, folders, capsys):
     assert words in err
     assert err.count("\n") <= 3
     assert "Traceback" not in err
+
+
+def test_tokens_of_a_metric_stand_in_one_place(folders, tmp_path, capsys):
+    (tmp_path / "pairs.tsv").write_text("a cat\ta dog\tc,d\n")
+    (code, _, err) = run_command(
+        capsys, folders["ours"], f"--pairs {tmp_path / 'pairs.tsv'}", *METRIC
+    )
+    assert code == 2
+    assert "names tokens, and so does the pair: c,d; give tokens in one of both places" in err
+
+
+def test_masked_tokens_need_a_position_and_known_words(tmp_path, capsys):
+    entry = ZOO["bert"]._replace(model="BertForMaskedLM")
+    model: Any = entry.build("sdpa")
+    model.save_pretrained(tmp_path)
+    ids = {word: n for n, word in enumerate(["[UNK]", "[CLS]", "[SEP]", "the", "cat", "dog", "a"])}
+    tokenizer = Tokenizer(WordLevel(ids, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = ("--clean", "the cat a", "--corrupt", "the dog a")
+    argv = (tmp_path, *texts, "--metric", "logit_difference:cat,dog")
+    (code, _, err) = run_command(capsys, *argv)
+    assert code == 2
+    assert "predicts masked tokens and no next one; give --position INDEX" in err
+    data = run_json(capsys, "circuit", *argv, "--position", 1)
+    assert data["metric"] == "logit_difference:cat,dog at position 1"
+    argv = (tmp_path, *texts, "--position", 1, "--metric", "logit_difference:cat,horse")
+    (code, _, err) = run_command(capsys, *argv)
+    assert code == 2
+    assert "needs 'horse', but the tokenizer does not know it: token 0" in err

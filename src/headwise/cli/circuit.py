@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 ARROW = "->"
-MIN_COLUMNS, MAX_COLUMNS = 2, 3  # of --pairs
+# of --pairs
+MIN_COLUMNS = 2
+MAX_COLUMNS = 3
 
 
 @options
@@ -48,7 +50,8 @@ class CircuitOptions(TokenizerOptions):
     --json  print one JSON document instead of text
 
     details of the measurement:
-    --position INDEX  token whose logits the metric reads; -1 is the last
+    --position INDEX  token whose logits the metric reads (default: -1, the last; none for a model
+        of masked tokens)
     --mlps KIND  MLPs on a path: free (computed again, as in the paper) or frozen
     --steps COUNT  runs between both texts whose gradients are averaged
     --exact COUNT  heads, or edges, that are also patched one by one
@@ -86,7 +89,7 @@ class CircuitOptions(TokenizerOptions):
     out: str | None = None
     overwrite: bool = False
     json: bool = False
-    position: int = -1
+    position: int | None = None
     mlps: str = "free"
     steps: Count = 1
     exact: Natural = 20
@@ -94,6 +97,12 @@ class CircuitOptions(TokenizerOptions):
     draws: Count = 3
     budget: str | None = None
     seed: int = 0
+
+    @property
+    def metric_name(self) -> str:
+        """The metric with a position other than the last."""
+        place = "" if self.position in (None, -1) else f" at position {self.position}"
+        return f"{self.metric}{place}"
 
     def check(self) -> None:
         """Refuse impossible options before the model is loaded."""
@@ -104,6 +113,8 @@ class CircuitOptions(TokenizerOptions):
             raise UsageError("give a pair of texts: --clean TEXT --corrupt TEXT, or --pairs FILE")
         if self.out is not None:
             check_figure_path(self.out, self.existing)
+            if self.edges and not self.points:
+                raise UsageError("--out draws the curves of circuits; give --points above 0")
         for path in self.paths:
             if ARROW not in path:
                 raise UsageError(f"--path {path!r} is no path; write 'L0H3 -> L1H2.k'")
@@ -141,6 +152,7 @@ def main(argv: list[str]) -> int:
     model = _load(args)
     from ..observe.head_analysis.circuit_metrics import parse_metric
 
+    position = -1 if args.position is None else args.position
     # each pair has a metric of its own, with its tokens
     pairs: list[tuple[Any, ...]] = []
     for clean, corrupt, *tokens in args.read_pairs():
@@ -148,7 +160,7 @@ def main(argv: list[str]) -> int:
         if args.target is not None:
             inputs = [{"source": text, "text": args.target} for text in inputs]
         metric = parse_metric(args.metric, *tokens)
-        pairs.append((*inputs, replace(metric, position=args.position)))
+        pairs.append((*inputs, replace(metric, position=position)))
     result = _measure(model, pairs, args)
     if args.out is not None:
         from ..report.plots import save_figure
@@ -161,12 +173,16 @@ def main(argv: list[str]) -> int:
 
 def _load(args: CircuitOptions) -> nn.Module:
     from ..hub.pretrained_models import load_original
+    from ..observe.head_analysis.objectives import detect_head_objective
     from ..observe.inspect.model_inputs import is_encoder_decoder
 
     model = load_on_device(load_original, args.model, args).eval()
     if args.target is None and is_encoder_decoder(model):
         fact = f"{args.model} is an encoder-decoder"
         raise UsageError(f"{fact}; add --target TEXT, which its decoder reads")
+    if args.position is None and detect_head_objective(model) == "masked-token":
+        fact = f"{args.model} predicts masked tokens and no next one"
+        raise UsageError(f"{fact}; give --position INDEX, the token that the metric reads")
     return attach_named_tokenizer(model, args)
 
 
@@ -180,17 +196,17 @@ def _measure(model: nn.Module, pairs: Any, args: CircuitOptions) -> Any:
         for path in args.paths:
             senders, _, receivers = path.partition(ARROW)
             paths.append((senders.strip().split("+"), receivers.strip().split("+")))
-        result = patch_paths(model, pairs, args.metric, paths, mlps=args.mlps, seed=args.seed)
+        result = patch_paths(model, pairs, args.metric_name, paths, mlps=args.mlps, seed=args.seed)
     elif args.edges:
         from ..observe.head_analysis.edge_attribution import EdgeOptions, attribute_edges
 
         budget = {"budget": parse_bytes(args.budget)} if args.budget else {}
         options = EdgeOptions(args.steps, args.exact, args.points, args.draws, args.seed, **budget)
-        result = attribute_edges(model, pairs, args.metric, options=options, progress=report)
+        result = attribute_edges(model, pairs, args.metric_name, options=options, progress=report)
     else:
         from ..observe.head_analysis.attribution_patching import attribute_heads
 
         report("attributing the metric to heads")
-        result = attribute_heads(model, pairs, args.metric, steps=args.steps, exact=args.exact)
+        result = attribute_heads(model, pairs, args.metric_name, steps=args.steps, exact=args.exact)
     report("")
     return result

@@ -9,9 +9,14 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.observe.head_analysis.attribution_patching import attribute_heads
+from headwise.observe.head_analysis.circuit_graph import CircuitModel
 from headwise.observe.head_analysis.circuit_metrics import TokenMetric, parse_metric
-from headwise.observe.head_analysis.edge_attribution import EdgeOptions, attribute_edges
-from headwise.observe.head_analysis.path_patching import patch_paths
+from headwise.observe.head_analysis.edge_attribution import (
+    EdgeOptions,
+    attribute_edges,
+    run_circuit,
+)
+from headwise.observe.head_analysis.path_patching import PairRuns, patch_paths, read_pairs
 from observe.head_analysis import handset_heads
 from observe.head_analysis.handset_heads import COPY, DIM, MODEL, TOKEN, WORDS
 
@@ -128,6 +133,28 @@ def test_the_largest_edges_are_the_circuit():
     assert graph.sizes[-1].faithfulness.value == pytest.approx(1)
 
 
+def test_pairs_count_in_circuits_by_their_difference():
+    pairs = [(*PAIRS[0], METRIC), (CLEAN, CLEAN, METRIC)]
+    clean, corrupt, tokens = MORE[0]
+    pairs.append((clean, corrupt, TokenMetric("logit_difference", tokens)))
+    options = EdgeOptions(points=4, draws=1, exact=0)
+    together = attribute_edges(induction_model(), pairs, "", options=options)
+    assert together.notes[-1] == "circuits leave out 1 pair without a difference"
+    nodes = CircuitModel(induction_model())
+    used = read_pairs(induction_model(), [pairs[0], pairs[2]], "")
+    runs = [PairRuns(nodes, pair) for pair in used]
+    is_edge = ~np.isnan(together.scores)
+    size = together.sizes[1]
+    places = np.argwhere(is_edge)
+    order = np.abs(together.scores[is_edge]).argsort(kind="stable")[::-1]
+    kept = np.zeros_like(is_edge)
+    kept[tuple(places[order[: size.edges]].T)] = True
+    left = sum(run_circuit(one, kept) - one.corrupt_value for one in runs)
+    whole = sum(one.clean_value - one.corrupt_value for one in runs)
+    assert size.faithfulness.value == pytest.approx(left / whole, abs=2e-5)
+    assert size.faithfulness.low < size.faithfulness.value < size.faithfulness.high
+
+
 # --- An addition of two heads ---------------------------------------------------------------------
 
 
@@ -197,3 +224,6 @@ def test_metrics_by_their_definition():
     )
     assert parse_metric("log_probability:x").tokens == ("x",)
     assert parse_metric("logit_difference", ("a", "b")).name == "logit_difference:a,b"
+    assert TokenMetric("log_probability", (4,), 3).name == "log_probability:4 at position 3"
+    with pytest.raises(ValueError, match="names tokens, and so does the pair: c,d"):
+        parse_metric("logit_difference:a,b", ("c", "d"))

@@ -35,6 +35,11 @@ class ModelTokenizer:
             self._unknown_id = model.get("unk_id") if token is None else self.id(token)
 
     @property
+    def unknown_id(self) -> int | None:
+        """Id of the token of unknown text; None if there is none, or bytes instead of it."""
+        return self._unknown_id
+
+    @property
     def size(self) -> int:
         """Number of tokens, added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -2,7 +2,7 @@
 2023).
 
 The estimate for a head is (corrupt - clean) times the gradient of the metric in the run of the
-clean text, summed over tokens and channels, of its output, queries, keys or values. It needs two
+clean text, summed over tokens and channels, of its output, queries, keys or values. It needs three
 forward passes and one backward pass for all heads. The integrated form averages gradients over runs
 whose embeddings lie between those of the two texts (EAP-IG, Hanna et al. 2024, 2403.17806).
 """
@@ -79,7 +79,7 @@ class Agreement:
         from scipy import stats
 
         ranks = [stats.rankdata(one) for one in (estimated, exact)]
-        top = min(10, -(-len(exact) // 2))
+        top = min(10, -(-len(exact) // 4))
         largest = [set(np.abs(one).argsort()[-top:].tolist()) for one in (estimated, exact)]
         shared = len(largest[0] & largest[1]) / top
         return Agreement(len(exact), _correlate(estimated, exact), _correlate(*ranks), top, shared)
@@ -89,8 +89,8 @@ class Agreement:
         """The agreement as a note."""
         return (
             f"agreement with exact patching of {self.count}: Pearson {self.pearson:.2f}, Spearman "
-            f"{self.spearman:.2f}; {round(self.shared * self.top)} of the {self.top} largest are "
-            "in both"
+            f"{self.spearman:.2f}; {round(self.shared * self.top)} of the {self.top} "
+            f"largest among these {self.count} are in both"
         )
 
 
@@ -130,7 +130,7 @@ class AttributionResult(CircuitResult):
         numbers = [value for row in rows for value in row[1:-1] if value is not None]
         names = ("patched", "low", "high", "estimate", "chance", "by q", "by k", "by v")
         alike = [Column(name, choose_format(numbers)) for name in names]
-        columns = ("head", *alike, Column("corrected p", format_p))
+        columns = ("head", *alike, Column("p of estimate", format_p))
         title = self.table_title("change by each head")
         sentence = [] if self.agreement is None else [self.agreement.sentence]
         return Table(title, columns, rows, (*sentence, *self.notes)).without_empty_columns()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...util.errors import check_known, pluralise
 from ..inspect.model_inputs import is_encoder_decoder
-from ..inspect.model_tokenizer import make_reader
+from ..inspect.model_tokenizer import find_unknown_id, make_reader
 
 LOGIT_DIFFERENCE = "logit_difference"
 LOG_PROBABILITY = "log_probability"
@@ -43,8 +43,9 @@ class TokenMetric:
 
     @property
     def name(self) -> str:
-        """The metric as it is written on the command line."""
-        return f"{self.kind}:{','.join(map(str, self.tokens))}"
+        """The metric as it is written on the command line, with a position other than the last."""
+        place = "" if self.position == -1 else f" at position {self.position}"
+        return f"{self.kind}:{','.join(map(str, self.tokens))}{place}"
 
     def resolve(self, model: nn.Module) -> TokenMetric:
         """Return the metric with the ids of its words in the vocabulary of a model."""
@@ -80,6 +81,11 @@ def parse_metric(text: str, tokens: Sequence[str] = ()) -> TokenMetric:
     (' Mary', ' John')
     """
     kind, colon, listed = text.partition(":")
+    if colon and tokens:
+        raise ValueError(
+            f"metric {text} names tokens, and so does the pair: {','.join(tokens)}; give tokens in "
+            "one of both places"
+        )
     return TokenMetric(kind, tuple(listed.split(",")) if colon else tuple(tokens))
 
 
@@ -94,4 +100,10 @@ def find_token_id(model: nn.Module, word: str) -> int:
             f"the metric needs {word!r} as one token, but the tokenizer makes {len(places)}: "
             f"{shown}; give a word that is one token (words after a space may need the space)"
         )
-    return row.ids[places[0]]
+    token_id = row.ids[places[0]]
+    if token_id == find_unknown_id(model):
+        raise ValueError(
+            f"the metric needs {word!r}, but the tokenizer does not know it: token {token_id} "
+            "stands for all unknown words; give a word of the vocabulary"
+        )
+    return token_id

@@ -22,9 +22,12 @@ from torch import Tensor
 from ...report.data import Axis, Column, Estimate, Figure, Item, Plot, Series, Table
 from ...report.render import to_plain
 from ...report.text import choose_format, format_bytes, format_share
+from ...util.errors import pluralise
+from ..inspect.ablation import check_seed
 from ..inspect.hooks import ForwardOverride, override_forwards
 from ..inspect.site import VECTOR_FIELDS, HeadVectors
 from .attribution_patching import (
+    MAX_EXACT,
     NUM_SHOWN,
     Agreement,
     choose_to_check,
@@ -71,7 +74,7 @@ class EdgeOptions:
     """
 
     steps: int = 1
-    exact: int = 40
+    exact: int = MAX_EXACT
     points: int = 8
     draws: int = 3
     seed: int = 0
@@ -93,7 +96,8 @@ class CircuitSize:
     """The share of the metric that the `edges` best edges keep, and that all others keep without
     them; chance is that of random edges of equal number.
 
-    A share is 1 for the metric of the clean text, 0 for that of the corrupt one.
+    A share is 1 for the metric of the clean text, 0 for that of the corrupt one. Pairs of texts
+    count by the size of their difference.
     """
 
     edges: int
@@ -257,7 +261,9 @@ class _CircuitRun(RunHandler):
         corrupt = self.corrupt[place]
         if place not in self.outputs:
             node = Node(MLP, place) if place else Node(EMBEDDING)
-            return self._choose(node, output[:1], corrupt)
+            is_flat = output.dim() == 2
+            chosen = self._choose(node, output if is_flat else output[:1], corrupt)
+            return chosen.flatten(0, 1) if is_flat else chosen
         current = self.outputs[place]
         heads = [
             self._choose(Node(HEAD, place, head), current[:, :, head], corrupt[:, :, head])
@@ -274,8 +280,12 @@ class _CircuitRun(RunHandler):
         return self.read_row(Node(MLP, place), value)
 
     def read_row(self, node: Node, value: Tensor) -> Tensor:
-        """Return what one receiver reads, [1, T, width]."""
+        """Return what one receiver reads, [1, T, width]; [T, width] of rows and tokens in one
+        axis, as MLPs of OPT read them.
+        """
         row = self.rows[node]
+        if value.dim() == 2:
+            return value.unflatten(0, (len(self.rows), -1))[row]
         return value[row : row + 1]
 
     def change_vectors(self, site: str, vectors: HeadVectors) -> None:
@@ -311,7 +321,14 @@ def run_circuit(runs: PairRuns, edges: EdgeMask) -> float:
 def _measure_sizes(
     all_runs: Sequence[PairRuns], scores: Array, options: EdgeOptions
 ) -> tuple[CircuitSize, ...]:
-    """Return what circuits of the best and of random edges keep, for growing numbers of edges."""
+    """Return what circuits of the best and of random edges keep, for growing numbers of edges.
+
+    Pairs count by the size of their difference, so those without one do not count.
+    """
+    all_runs = [runs for runs in all_runs if runs.total]
+    if not all_runs or not options.points:
+        return ()
+    differences = np.abs([runs.total for runs in all_runs])
     is_edge = ~np.isnan(scores)
     places = np.argwhere(is_edge)
     order = np.abs(scores[is_edge]).argsort(kind="stable")[::-1]
@@ -320,15 +337,13 @@ def _measure_sizes(
     sizes: list[CircuitSize] = []
     for count in counts.tolist():
         orders = [order, *(generator.permutation(order) for _ in range(options.draws))]
-        shares = np.array(
-            [
-                _kept_shares(runs, [places[one[:count]] for one in orders], is_edge)
-                for runs in all_runs
-            ]
-        )  # [pairs, sets, 2]
+        sets = [places[one[:count]] for one in orders]
+        shares = np.array([_kept_shares(runs, sets, is_edge) for runs in all_runs])  # [pairs, n, 2]
         chance = shares[:, 1:].mean(1) if options.draws else np.full_like(shares[:, 0], math.nan)
-        estimates = [estimate_effect(shares[:, 0, n], chance[:, n]) for n in range(2)]
-        sizes.append(CircuitSize(count, *estimates))
+        faithfulness, completeness = (
+            estimate_effect(shares[:, 0, n], chance[:, n], differences) for n in range(2)
+        )
+        sizes.append(CircuitSize(count, faithfulness, completeness))
     return tuple(sizes)
 
 
@@ -336,14 +351,13 @@ def _kept_shares(
     runs: PairRuns, sets: Sequence[NDArray[np.intp]], is_edge: EdgeMask
 ) -> list[list[float]]:
     """Return the share of the metric with only a set of edges, and without it, for each set."""
-    total = runs.clean_value - runs.corrupt_value
     shares: list[list[float]] = []
     for chosen in sets:
         edges = np.zeros_like(is_edge)
         edges[chosen[:, 0], chosen[:, 1]] = True
         values = [run_circuit(runs, one) for one in (edges, is_edge & ~edges)]
         # smaller shares are rounding of float32
-        shares.append([round((value - runs.corrupt_value) / total, 5) for value in values])
+        shares.append([round((runs.corrupt_value - value) / runs.total, 5) for value in values])
     return shares
 
 
@@ -373,6 +387,7 @@ def attribute_edges(
     (13, 1.0)
     """
     mix_shares(options.steps)
+    check_seed(options.seed)
     with text_reader(model, tokenizer) as reader, torch.no_grad():
         nodes = CircuitModel(reader)
         _ = nodes.first_block
@@ -381,7 +396,7 @@ def attribute_edges(
         listed = read_pairs(reader, pairs, metric)
         check_budget(nodes, listed, options.budget)
         progress("scoring edges")
-        all_runs = [PairRuns(nodes, pair, nodes.vector_sites) for pair in listed]
+        all_runs = [PairRuns(nodes, pair) for pair in listed]
         scores = np.array([score_edges(runs, options.steps) for runs in all_runs])
         mean = scores.mean(0)
         places = np.argwhere(~np.isnan(mean))
@@ -395,8 +410,7 @@ def attribute_edges(
             ]
             exact[n] = float(np.mean(changes))
         progress("measuring circuits")
-        is_flat = any(runs.clean_value == runs.corrupt_value for runs in all_runs)
-        sizes = () if is_flat or not options.points else _measure_sizes(all_runs, mean, options)
+        sizes = _measure_sizes(all_runs, mean, options)
     agreement = None
     if exact:
         estimated = mean[tuple(places[list(exact)].T)]
@@ -408,7 +422,12 @@ def attribute_edges(
         edges.append(Edge(*names, estimate_effect(scores[:, sender, receiver]), exact.get(n)))
     values = [(runs.clean_value, runs.corrupt_value) for runs in all_runs]
     described = describe_pairs(reader, metric, values)
-    return EdgeGraph(*described, len(places), tuple(edges), sizes, agreement, mean)
+    graph = EdgeGraph(*described, len(places), tuple(edges), sizes, agreement, mean)
+    num_flat = sum(runs.total == 0 for runs in all_runs)
+    if sizes and num_flat:
+        note = f"circuits leave out {pluralise(num_flat, 'pair')} without a difference"
+        graph = replace(graph, notes=(*graph.notes, note))
+    return graph
 
 
 def check_budget(nodes: CircuitModel, pairs: Sequence[MetricPair], budget: int) -> None:

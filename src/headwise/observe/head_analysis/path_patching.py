@@ -23,6 +23,7 @@ from ...report.notebook import NotebookResult
 from ...report.render import to_plain, to_text
 from ...report.text import choose_format, format_p
 from ...util.errors import pluralise
+from ..inspect.ablation import check_seed
 from ..inspect.trace_capture import get_model_name
 from .circuit_graph import (
     EMBEDDING,
@@ -50,7 +51,12 @@ def read_pairs(model: nn.Module, pairs: Iterable[Any], metric: Any) -> list[Metr
     A metric is a text as in `parse_metric`, a `TokenMetric`, or a function of the logits [1, T, V].
     """
     read: list[MetricPair] = []
-    for clean, corrupt, *metrics in pairs:
+    for pair in pairs:
+        if isinstance(pair, str) or not 2 <= len(pair) <= 3:
+            raise ValueError(
+                f"{pair!r} is no pair of texts; give a list of pairs, such as [(clean, corrupt)]"
+            )
+        clean, corrupt, *metrics = pair
         (own,) = metrics or (metric,)
         own = parse_metric(own) if isinstance(own, str) else own
         own = own.resolve(model) if isinstance(own, TokenMetric) else own
@@ -60,16 +66,20 @@ def read_pairs(model: nn.Module, pairs: Iterable[Any], metric: Any) -> list[Metr
     return read
 
 
-def estimate_effect(effects: Array, chance: Array | None = None) -> Estimate:
+def estimate_effect(
+    effects: Array, chance: Array | None = None, weights: Array | None = None
+) -> Estimate:
     """Return the mean of effects [pairs] with its interval, the mean of the chance level [pairs],
-    and the p-value that they are equal, by the differences within pairs.
+    and the p-value that they are equal, by the differences within pairs; pairs may have weights.
     """
-    mean = Jackknife.of_ratio(effects[:, None])
+    counts = np.ones(len(effects)) if weights is None else weights
+    mean = Jackknife.of_ratio((effects * counts)[:, None], counts[:, None])
     (low, high) = mean.interval()
     level = np.full(len(effects), np.nan) if chance is None else chance
-    p = Jackknife.of_ratio((effects - level)[:, None]).p_values()[0]
+    p = Jackknife.of_ratio(((effects - level) * counts)[:, None], counts[:, None]).p_values()[0]
     ends = (float(low[0]), float(high[0]))
-    return Estimate(float(mean.value[0]), *ends, float(level.mean()), len(effects), float(p))
+    average = float(np.average(level, weights=counts))
+    return Estimate(float(mean.value[0]), *ends, average, len(effects), float(p))
 
 
 # --- Results --------------------------------------------------------------------------------------
@@ -193,6 +203,11 @@ class PairRuns:
             self.corrupt = NodeRun(vector_sites=vector_sites)
             self.corrupt_value = float(pair.measure(nodes.run(pair.corrupt, self.corrupt)))
 
+    @property
+    def total(self) -> float:
+        """The difference of the metric, corrupt minus clean."""
+        return self.corrupt_value - self.clean_value
+
     def with_senders(self, senders: Sequence[Node]) -> dict[str, Tensor]:
         """Return the outputs of the clean text by place, with senders as in the corrupt text."""
         outputs = dict(self.clean.recorded)
@@ -262,6 +277,7 @@ def patch_paths(
     'L0H1 -> L1H0.k'
     """
     check_mlps(mlps)
+    check_seed(seed)
     with text_reader(model, tokenizer) as reader, torch.no_grad():
         nodes = CircuitModel(reader)
         listed = [
@@ -310,6 +326,16 @@ def check_path(
     if LOGITS in kinds and len(receivers) > 1:
         raise ValueError(f"{LOGITS} cannot be one of several receivers; give a path of its own")
     nodes.check_receivers(receivers)
+    order = {node.place: number for number, node in enumerate(nodes.senders)}
+    first = min(order.get(node.place, -1) for node in senders)
+    last = max(order.get(node.place, len(order)) for node in receivers)
+    # other stacks than one row of blocks have no such order
+    if LOGITS not in kinds and len(nodes.parents) == 1 and first >= last:
+        raise ValueError(
+            f"there is no path from {'+'.join(nodes.names(senders))} to "
+            f"{'+'.join(nodes.names(receivers))}, which come first or stand beside; give senders "
+            "of earlier layers"
+        )
     if mlps == "frozen":
         nodes.check_all_mlps()
 

@@ -292,6 +292,14 @@ def make_reader(model: nn.Module) -> TextReader:
     return TextReader(read_source, read_target, source.token_text, target.token_text)
 
 
+def find_unknown_id(model: nn.Module) -> int | None:
+    """Return the id that the tokenizer of a model's texts gives unknown words; None without one."""
+    if isinstance(model, Transformer):
+        return load_tokenizers(model)[1].unknown_id
+    tokenizer = find_tokenizer(model)
+    return None if tokenizer is None else ModelTokenizer(tokenizer.to_str()).unknown_id
+
+
 def _read_words(tokenizer: ModelTokenizer, text: str) -> TokenRow:
     ids = tokenizer.ids(text)
     offsets = tokenizer.places(text)
