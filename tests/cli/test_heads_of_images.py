@@ -174,7 +174,8 @@ def test_table_figures_and_limit(folders, tmp_path, capsys):
         "L1H2" in path.name or "1.attention" in path.name for path in (tmp_path / "out").rglob("*")
     )
     out = run_ok(capsys, "heads", *argv, "--sort patch_distance")
-    values = [float(line.split()[2]) for line in out.splitlines() if line.startswith("encoder.")]
+    rows = [line.split() for line in out.splitlines() if line.startswith(("L0H", "L1H"))]
+    values = [float(row[1]) for row in rows]
     assert len(values) == 8
     assert values == sorted(values, reverse=True)
 

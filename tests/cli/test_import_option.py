@@ -28,6 +28,7 @@ from headwise.models.vocabulary import ByteVocabulary
 from support.own_parts import forget_parts, write_part
 
 TEXTS = "The sea is wide.\nA head is small.\nSome heads are warm.\nNo head is cold.\n"
+PAIR = ("--clean", "The sea", "--corrupt", "The tea")
 # The least arguments that each command needs; MODEL is a folder whose model has the part.
 MINIMAL = {
     "view": ["MODEL", "--export", "page.html", "--text", "The sea"],
@@ -39,6 +40,7 @@ MINIMAL = {
     "run": ["MODEL", "The sea"],
     "sites": ["MODEL"],
     "heads": ["MODEL", "--data", "texts.txt"],
+    "circuit": ["MODEL", *PAIR, "--metric", "log_probability:T"],
     "prune": ["MODEL", "--data", "texts.txt", "--out", "out", "--keep", "1"],
     "prune --sweep": ["MODEL", "--data", "texts.txt", "--out", "out"],
     "convert": ["MODEL", "--data", "texts.txt", "--out", "out", "--kv", "1"],
