@@ -535,6 +535,9 @@ def test_incomparable_heads_are_refused():
         measure_redundancy(net, make_examples(1), options=LIGHT)
     with pytest.raises(ValueError, match="rows_per_text must be >= 1, got 0"):
         measure_redundancy(net, make_examples(2), options=RedundancyOptions(rows_per_text=0))
+    bare = [hw.Example({"x": torch.ones(1, 9, dtype=torch.long)}, {})] * 2
+    with pytest.raises(ValueError, match="example 0 has no annotations of the tokens of 'text'"):
+        measure_redundancy(net, bare, options=LIGHT)
     with pytest.raises(ValueError, match="Linear has no attention that headwise finds"):
         measure_redundancy(torch.nn.Linear(2, 2), make_examples(2))
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
