@@ -128,10 +128,12 @@ class AttributionResult(CircuitResult):
             exact = (None,) * 3 if one.exact is None else one.exact[:3]
             rows.append((one.name, *exact, effects[0], chance, *effects[1:], one.level))
         numbers = [value for row in rows for value in row[1:-1] if value is not None]
+        least = max(map(abs, numbers), default=0.0) / 100  # smaller ones choose no decimals
+        numbers = [value for value in numbers if abs(value) >= least]
         names = ("patched", "low", "high", "estimate", "chance", "by q", "by k", "by v")
         alike = [Column(name, choose_format(numbers)) for name in names]
-        columns = ("head", *alike, Column("p of estimate", format_p))
-        title = self.table_title("change by each head")
+        columns = ("head", *alike, Column("p", format_p))
+        title = self.table_title("change by each head", "p: of the estimate, corrected")
         sentence = [] if self.agreement is None else [self.agreement.sentence]
         return Table(title, columns, rows, (*sentence, *self.notes)).without_empty_columns()
 
