@@ -275,8 +275,8 @@ def sample_rows(
         missing = [stream for stream in pair if stream not in example.streams]
         if missing:
             raise ValueError(
-                f"example {text_index} has no annotations of the tokens of {missing[0]!r}; give the "
-                "text or its ids instead, which hw.ExampleReader annotates"
+                f"example {text_index} has no annotations of the tokens of {missing[0]!r}; give "
+                "the text or its ids instead, which hw.ExampleReader annotates"
             )
         query_tokens, key_tokens = (example.streams[stream] for stream in pair)
         num_heads = sum(one.site.q for one in sites if streams[one.site.name] == pair)
