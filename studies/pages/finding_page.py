@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -32,6 +33,23 @@ UD_ENGLISH_EWT = """`ud_english_ewt/en_ewt-ud-dev.conllu` of
 4.0)"""
 MAX_BYTES = 300_000  # of a page with its pictures
 WIDTH = 120
+
+
+def parse_page_arguments(program: str, model: str, data: str) -> argparse.Namespace:
+    """Parse the model, the folder of data and the folder of stored results of a page; `model` and
+    `data` say what they are.
+    """
+    parser = argparse.ArgumentParser(prog=program)
+    parser.add_argument("model", type=Path, help=model)
+    parser.add_argument("data", type=Path, help=data)
+    runs = ROOT / "runs" / "findings"
+    parser.add_argument("--runs", type=Path, default=runs, metavar="DIR", help="stored results")
+    args = parser.parse_args()
+    if not args.model.is_file():
+        parser.error(f"there is no file {args.model}; give that of the package")
+    if not (args.data / "ud_english_ewt").is_dir():
+        parser.error(f"{args.data} has no folder ud_english_ewt; give the folder above it")
+    return args
 
 
 class ResultStore:

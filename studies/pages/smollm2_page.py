@@ -10,15 +10,12 @@ The folder data holds tinyshakespeare/input.txt and ud_english_ewt/en_ewt-ud-dev
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from finding_page import (
-    ROOT,
     UD_ENGLISH_EWT,
     ResultStore,
     class_table,
@@ -26,6 +23,7 @@ from finding_page import (
     fill,
     first_class,
     mean_estimate,
+    parse_page_arguments,
     picture,
     rank_correlation,
     short_name,
@@ -356,16 +354,8 @@ def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="smollm2_page.py")
-    parser.add_argument("model", type=Path, help="the GGUF file")
-    parser.add_argument("data", type=Path, help="the folder of tinyshakespeare and ud_english_ewt")
-    runs = ROOT / "runs" / "findings"
-    parser.add_argument("--runs", type=Path, default=runs, metavar="DIR", help="stored results")
-    args = parser.parse_args()
-    if not args.model.is_file():
-        parser.error(f"there is no file {args.model}; give that of the package")
-    if not (args.data / "ud_english_ewt").is_dir():
-        parser.error(f"{args.data} has no folder ud_english_ewt; give the folder above it")
+    data = "the folder of tinyshakespeare and ud_english_ewt"
+    args = parse_page_arguments("smollm2_page.py", "the GGUF file", data)
     store = ResultStore(args.runs / "smollm2.json")
     results = measure(hw.load(args.model), args.data, Sizes(), store)
     write_page("smollm2", "Heads of SmolLM2-135M", list_parts(results))

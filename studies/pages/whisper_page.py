@@ -11,7 +11,6 @@ that OpenAI uses to align words with time.
 
 from __future__ import annotations
 
-import argparse
 import io
 import runpy
 import subprocess
@@ -29,6 +28,7 @@ from finding_page import (
     describe_run,
     fill,
     mean_estimate,
+    parse_page_arguments,
     picture,
     write_page,
 )
@@ -252,16 +252,8 @@ def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="whisper_page.py")
-    parser.add_argument("model", type=Path, help="the file model.bin")
-    parser.add_argument("data", type=Path, help="the folder of ud_english_ewt")
-    runs = ROOT / "runs" / "findings"
-    parser.add_argument("--runs", type=Path, default=runs, metavar="DIR", help="stored results")
-    args = parser.parse_args()
-    if not args.model.is_file():
-        parser.error(f"there is no file {args.model}; give that of the package")
-    if not (args.data / "ud_english_ewt").is_dir():
-        parser.error(f"{args.data} has no folder ud_english_ewt; give the folder above it")
+    data = "the folder of ud_english_ewt"
+    args = parse_page_arguments("whisper_page.py", "the file model.bin", data)
     recipe = runpy.run_path(str(RECIPE))
     tokenizer = Tokenizer.from_file(str(args.model.with_name("tokenizer.json")))
     model = recipe["load_model"](args.model)

@@ -46,6 +46,13 @@ def test_heads_have_the_effects_of_the_library(name, folders, capsys):
     assert data["words"] == list("a cat and a")
 
 
+def test_equal_texts_have_no_agreement(folders, capsys):
+    same = ("--clean", "a cat", "--corrupt", "a cat")
+    out = " ".join(run_ok(capsys, "circuit", folders["gpt2"], *same, *METRIC).split())
+    assert "exact patching of 8 has no agreement: all effects are equal" in out
+    assert "nan" not in out
+
+
 def test_paths_of_several_pairs_have_intervals(folders, tmp_path, capsys):
     lines = ["a cat\ta dog\tc,d", "two cats\ttwo dogs\tx,y", "", "no hat\tno hut\ta,u"]
     (tmp_path / "pairs.tsv").write_text("\n".join(lines) + "\n")

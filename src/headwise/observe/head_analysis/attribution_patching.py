@@ -87,6 +87,8 @@ class Agreement:
     @property
     def sentence(self) -> str:
         """The agreement as a note."""
+        if math.isnan(self.pearson):
+            return f"exact patching of {self.count} has no agreement: all effects are equal"
         return (
             f"agreement with exact patching of {self.count}: Pearson {self.pearson:.2f}, Spearman "
             f"{self.spearman:.2f}; {round(self.shared * self.top)} of the {self.top} "

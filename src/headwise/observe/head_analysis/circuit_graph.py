@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ...util.errors import check_known
 from ..head_names import print_head
-from ..inspect.ablation import check_part, group_by_site, part_problem
-from ..inspect.attention_sites import require_ability
+from ..inspect.ablation import group_by_site
+from ..inspect.attention_sites import check_head_part, head_part_problem, require_ability
 from ..inspect.hooks import (
     AttentionHook,
     ForwardOverride,
@@ -279,7 +279,7 @@ class CircuitModel:
     @cached_property
     def vector_sites(self) -> frozenset[str]:
         """The sites where queries, keys and values of heads can be replaced."""
-        able = [one for one in self.site_modules if not part_problem(one, INPUTS_OF_HEAD[0])]
+        able = [one for one in self.site_modules if not head_part_problem(one, INPUTS_OF_HEAD[0])]
         return frozenset(one.site.name for one in able)
 
     @property
@@ -355,7 +355,7 @@ class CircuitModel:
         modules = {one.site.name: one for one in self.site_modules}
         for node in receivers:
             if node.kind == HEAD:
-                check_part(modules[node.place], node.part)
+                check_head_part(modules[node.place], node.part)
 
     def check_all_mlps(self) -> None:
         """Raise if a block has matrices outside its attentions and the MLP that is known of it."""

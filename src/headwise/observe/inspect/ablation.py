@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ...util.errors import check_known, pluralise
 from ...util.escaping import escape_terminal
 from ..head_names import check_head, parse_heads
-from .attention_sites import check_found, find_attention
+from .attention_sites import check_found, check_head_part, find_attention
 from .hooks import AttentionHook, SiteModule, hook_sites
 from .model_inputs import check_eval_mode
 from .site import HEAD_PARTS, OUTPUT, PATTERN, HeadVectors, Site, Sites
@@ -492,7 +492,7 @@ class EditedHeads:
         patches = dict(zip(_check_refs(patches), patches.values(), strict=True))
         self._patches: dict[str, dict[int, HeadPatch]] = {}
         for name, heads in group_by_site(model, self._site_modules, patches).items():
-            check_part(next(one for one in self._site_modules if one.site.name == name), part)
+            check_head_part(next(one for one in self._site_modules if one.site.name == name), part)
             self._patches[name] = {head: patches[ref] for head, ref in heads.items()}
         self._is_unused = True
 
@@ -519,32 +519,6 @@ class EditedHeads:
             warnings.warn(
                 f"{self!r} was never entered; write with ...: before the run", stacklevel=2
             )
-
-
-VECTOR_ADAPTERS = ("headwise", "transformers")  # their layers pass q, k and v to a function
-
-
-def part_problem(site_module: SiteModule, part: str) -> str:
-    """Return why this part of heads of a site cannot be read and replaced; empty if it can."""
-    site = site_module.site
-    if part == OUTPUT:
-        return site.ablate.reason
-    if site.observe.possible and site_module.adapter not in VECTOR_ADAPTERS:
-        return (
-            "it neither is hw.Attention nor uses the attention interface of transformers; patch "
-            "the outputs of its heads"
-        )
-    return site.observe.reason
-
-
-def check_part(site_module: SiteModule, part: str, participle: str = "ablated") -> None:
-    """Raise unless this part of heads of a site can be read and replaced."""
-    reason = part_problem(site_module, part)
-    name = site_module.site.name
-    if reason and part == OUTPUT:
-        raise ValueError(f"{name} cannot be {participle}: {reason}")
-    if reason:
-        raise ValueError(f"{part} of {name} cannot be replaced: {reason}")
 
 
 def group_by_site(

@@ -45,7 +45,7 @@ from .adapters.output_projection import (
 )
 from .hooks import SiteModule
 from .model_inputs import ModelInputs, check_eval_mode, check_is_module, prepare_inputs
-from .site import IF_EXACT, POSSIBLE, Ability, Site, Sites
+from .site import IF_EXACT, OUTPUT, POSSIBLE, Ability, Site, Sites
 
 # --- Modules that run at several depths: one site per depth, distinguished by the order of calls --
 
@@ -431,3 +431,31 @@ def _name_stack(site: Site, part: str) -> Site:
         end = numbers[-1]
         return replace(site, stack="_".join(parts[:end]), layer=int(parts[end]))
     return replace(site, stack="_".join(parts))
+
+
+# --- Parts of heads that can be read and replaced ------------------------------------------------
+
+VECTOR_ADAPTERS = ("headwise", "transformers")  # their layers pass q, k and v to a function
+
+
+def head_part_problem(site_module: SiteModule, part: str) -> str:
+    """Return why this part of heads of a site cannot be read and replaced; empty if it can."""
+    site = site_module.site
+    if part == OUTPUT:
+        return site.ablate.reason
+    if site.observe.possible and site_module.adapter not in VECTOR_ADAPTERS:
+        return (
+            "it neither is hw.Attention nor uses the attention interface of transformers; patch "
+            "the outputs of its heads"
+        )
+    return site.observe.reason
+
+
+def check_head_part(site_module: SiteModule, part: str, participle: str = "ablated") -> None:
+    """Raise unless this part of heads of a site can be read and replaced."""
+    reason = head_part_problem(site_module, part)
+    name = site_module.site.name
+    if reason and part == OUTPUT:
+        raise ValueError(f"{name} cannot be {participle}: {reason}")
+    if reason:
+        raise ValueError(f"{part} of {name} cannot be replaced: {reason}")

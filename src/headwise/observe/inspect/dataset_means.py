@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ...attention.masking.sequence_info import SequenceInfo
 from ...util.errors import check_known
-from .ablation import ALL_HEADS, HeadRef, Noise, check_part, check_shape, group_by_site
-from .attention_sites import find_attention, find_attention_in_run
+from .ablation import ALL_HEADS, HeadRef, Noise, check_shape, group_by_site
+from .attention_sites import check_head_part, find_attention, find_attention_in_run
 from .hooks import AttentionHook, hook_sites
 from .model_inputs import INPUT_KINDS, ModelInputs, check_eval_mode, prepare_inputs
 from .site import HEAD_PARTS, OUTPUT, HeadVectors, Site
@@ -60,7 +60,7 @@ def observe_dataset(
     sites = [site_module.site for site_module in site_modules]
     for site_module in site_modules:
         if site_module.site.name in numbers:
-            check_part(site_module, part, "observed")
+            check_head_part(site_module, part, "observed")
     stacks = {site.stack for site in sites}
     masks: TokenMasks = {}
 

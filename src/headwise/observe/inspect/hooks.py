@@ -190,7 +190,7 @@ class AttentionHook:
         """Observe the inputs of the attention."""
 
     def on_vectors(self, vectors: HeadVectors, /) -> None:
-        """Read or replace queries, keys, values and weights of heads (`ablation.check_part`)."""
+        """Read or replace queries, keys, values and weights of heads (`check_head_part`)."""
 
     def on_head_outputs(self, outputs: Tensor, /) -> Tensor | None:
         """Observe the head outputs [B, T, heads, head_dim] before the output projection; return a
