@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -57,6 +61,18 @@ def served(model: OpenModel) -> Iterator[str]:
         thread.join(10)
         listener.close()
         view.worker.close()
+
+
+def unpack_json(packed: str) -> Any:
+    """The JSON that an exported page holds compressed."""
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def exported_data(page: str) -> dict[str, Any]:
+    """What an exported page holds."""
+    match = re.search(r'<script type="application/gzip" id="headwise-data">(.*?)</script>', page)
+    assert match is not None
+    return unpack_json(match[1])
 
 
 def wait_until(page: Any, expression: str) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from headwise.util.errors import SpecError
-from headwise.viewer.export_files import PageAssets, escape_json, load_assets, render_html
+from headwise.viewer.export_files import PageAssets, load_assets, pack_json, render_html
+from viewer.page_browser import unpack_json
 
 ASSETS = PageAssets('console.log("a < b");', "body{color:red}")
 HOSTILE = [
@@ -64,17 +64,17 @@ def test_hostile_tokens_stay_data(token: str):
     page = render_html(data, token, ASSETS)
     found = Elements(page)
     assert (found.count("script"), found.count("style"), found.count("img")) == (2, 1, 0)
-    assert json.loads(found.texts["script"][0]) == data
+    assert unpack_json(found.texts["script"][0]) == data
     assert found.texts["script"][1] == ASSETS.script
     page.encode("utf-8")
 
 
 @pytest.mark.parametrize("token", HOSTILE)
-def test_escaped_json_is_ascii_and_means_the_same(token: str):
-    text = escape_json([token])
+def test_packed_json_is_ascii_and_means_the_same(token: str):
+    text = pack_json([token])
     assert text.isascii()
     assert not set("<>&") & set(text)
-    assert json.loads(text) == [token]
+    assert unpack_json(text) == [token]
 
 
 def test_the_policy_allows_these_scripts_and_no_request():
@@ -116,4 +116,4 @@ def test_a_page_that_is_not_built_names_the_command(tmp_path: Path):
 
 def test_not_a_number_is_refused():
     with pytest.raises(ValueError, match="JSON compliant"):
-        escape_json({"value": float("nan")})
+        pack_json({"value": float("nan")})

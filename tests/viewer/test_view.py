@@ -29,7 +29,7 @@ from headwise.viewer.export_files import PageAssets, render_html
 from headwise.viewer.open_model import OpenModel
 from headwise.viewer.server import ServerAddress
 from headwise.viewer.weight_summaries import describe_measures, estimate_memory, stack_measures
-from viewer.page_browser import require_browser
+from viewer.page_browser import exported_data, require_browser
 from viewer.page_models import GPT
 
 LOAD_ASSETS = export_files.load_assets
@@ -45,7 +45,10 @@ HOSTILE = [
 # Writes the tokens as text, and tries what a page must not do: a request, an inline script, code
 # from a string.
 PROBE_SCRIPT = """
-const data = JSON.parse(document.getElementById("headwise-data").textContent);
+const packed = document.getElementById("headwise-data").textContent;
+const bytes = Uint8Array.from(atob(packed), sign => sign.charCodeAt(0));
+const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+new Response(stream).json().then(data => {
 const seen = [];
 addEventListener("securitypolicyviolation", event => seen.push(event.effectiveDirective));
 const app = document.getElementById("app");
@@ -57,6 +60,7 @@ try { eval("document.title = 'hacked'"); } catch { seen.push("eval"); }
 fetch("http://127.0.0.1:9/").catch(() => {}).finally(() => setTimeout(() => {
   app.append(Object.assign(document.createElement("pre"), { textContent: JSON.stringify(seen.sort()) }));
 }, 50));
+});
 """
 
 
@@ -77,12 +81,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Serving:
     monkeypatch.setattr("headwise.viewer.server.serve", serving)
     monkeypatch.setattr(export_files, "load_assets", lambda: PageAssets("1", "a{}"))
     return serving
-
-
-def exported_data(page: str) -> dict[str, Any]:
-    match = re.search(r'<script type="application/json" id="headwise-data">(.*?)</script>', page)
-    assert match is not None
-    return json.loads(match[1])
 
 
 def test_an_export_holds_everything_that_is_open(tmp_path: Path):

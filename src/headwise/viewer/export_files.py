@@ -3,7 +3,7 @@ the page itself.
 
 The page is a single HTML file that opens from a disk, needs no network, and shows the same page as
 the server. It contains the built page (`static/report.js` and its styles) and the answers of the
-server as JSON, with binary answers as base64. Every head is stored as a tile of at most `TILE_SIDE`
+server as compressed JSON, with binary answers as base64. Every head is stored as a tile of at most `TILE_SIDE`
 cells a side with its masked cells; if all weights together are below `EXACT_BYTES`, the exact
 weights of every query and their means by key, query and distance are stored too. Its content
 security policy allows exactly these scripts and styles, by their checksums, and no request at all.
@@ -13,6 +13,7 @@ Tokens and other texts are data: no character of them can end the element that h
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
 import re
@@ -111,7 +112,7 @@ PAGE = """<!doctype html>
 <body>
 <div id="app"></div>
 <noscript>This report needs JavaScript. It is contained in the file; nothing is loaded.</noscript>
-<script type="application/json" id="headwise-data">{data}</script>
+<script type="application/gzip" id="headwise-data">{data}</script>
 <script>{script}</script>
 </body>
 </html>
@@ -144,16 +145,14 @@ def load_assets(folder: Path = STATIC) -> PageAssets:
     return PageAssets(script, style)
 
 
-def escape_json(value: Any) -> str:
-    """Encode as ASCII JSON that is safe inside an HTML script element.
+def pack_json(value: Any) -> str:
+    """Encode as JSON that is compressed, and safe inside an HTML script element: base64.
 
-    >>> escape_json({"token": "</script>\\u2028"})
-    '{"token":"\\\\u003c/script\\\\u003e\\\\u2028"}'
+    >>> pack_json({"token": "</script>"})[:5]
+    'H4sIA'
     """
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return _base64(gzip.compress(text.encode("ascii"), mtime=0))
 
 
 def content_policy(assets: PageAssets) -> str:
@@ -172,7 +171,7 @@ def render_html(data: Mapping[str, Any], title: str, assets: PageAssets | None =
         policy=escape_html(content_policy(assets)),
         title=escape_html(make_visible(title) + TITLE_END),
         style=assets.style,
-        data=escape_json(data),
+        data=pack_json(data),
         script=assets.script,
     )
 

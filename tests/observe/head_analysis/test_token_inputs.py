@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import headwise as hw
 from support.number_examples import small_gpt2
 from support.tiny_configs import model_config
+from viewer.page_browser import exported_data
 
 TEXTS = ["one text, and more of it", "another one: longer, yes"]
 IDS = torch.tensor([list(text.encode()) for text in TEXTS])
@@ -115,7 +116,8 @@ def test_a_trace_is_measured_without_the_model():
     one = hw.heads(traced.select_row(2))
     check_equal(one, hw.heads(net, ids[2]), 1e-5)
     assert np.array_equal(traced.select_row(2)["L1H3"], traced.head_weights(1, 3, row=2))
-    assert "decoder.1.attention" in hw.view(traced, row=1).html
+    shown = exported_data(hw.view(traced, row=1).html)["answers"]["/api/document"]
+    assert [site["name"] for site in shown["sites"]] == list(hw.sites(net))
     with pytest.raises(ValueError, match="a trace records its own texts; leave texts out"):
         hw.heads(traced, TEXTS)
 

@@ -251,6 +251,12 @@ interface ExportData {
   weights: Record<string, { shape: [number, number]; base64: string }>;
 }
 
+/** The JSON of an exported file, which holds it compressed. */
+async function unpackJson(packed: string): Promise<ExportData> {
+  const bytes = new Blob([fromBase64(packed)]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(bytes).json();
+}
+
 function fromBase64(text: string): ArrayBuffer {
   return Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0)).buffer;
 }
@@ -259,10 +265,10 @@ function fromBase64(text: string): ArrayBuffer {
 export class ExportSource implements DataSource {
   readonly isLive = false;
   revision: number | null = null;
-  constructor(private readonly data: ExportData) {}
+  constructor(private readonly data: Promise<ExportData>) {}
 
   async document(): Promise<ViewDocument> {
-    return this.data.answers["/api/document"] as ViewDocument;
+    return (await this.data).answers["/api/document"] as ViewDocument;
   }
 
   async fetchArrays(path: string): Promise<Message> {
@@ -289,7 +295,7 @@ export class ExportSource implements DataSource {
   }
 
   private async stored(address: string): Promise<Message> {
-    const answer = this.data.answers[address] as { base64: string } | undefined;
+    const answer = (await this.data).answers[address] as { base64: string } | undefined;
     if (!answer) throw this.missing();
     return decodeMessage(fromBase64(answer.base64));
   }
@@ -312,7 +318,7 @@ export class ExportSource implements DataSource {
   }
 
   private async exact(where: string, name: string) {
-    const stored = this.data.weights[name];
+    const stored = (await this.data).weights[name];
     if (!stored) throw this.missing();
     const [queries, keys] = stored.shape;
     const weights = new Float32Array(fromBase64(stored.base64));
@@ -350,5 +356,5 @@ function findPeak(weights: Float32Array, keys: number, fields: URLSearchParams):
 
 export function makeSource(): DataSource {
   const embedded = document.getElementById("headwise-data");
-  return embedded ? new ExportSource(JSON.parse(embedded.textContent ?? "{}")) : new LiveSource(takeToken());
+  return embedded ? new ExportSource(unpackJson(embedded.textContent ?? "")) : new LiveSource(takeToken());
 }
