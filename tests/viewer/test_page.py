@@ -294,6 +294,17 @@ def test_an_export_opens_from_the_disk_without_a_network(page: Any, tmp_path: Pa
     assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
+def test_the_saved_page_of_a_real_model_opens(page: Any):
+    """The file that the README and the site link to, as a visitor opens it."""
+    path = Path(__file__).parents[2] / "docs/findings/smollm2-heads.html"
+    assert path.stat().st_size <= 3_000_000
+    page.context.set_offline(True)
+    page.goto(path.as_uri())
+    page.get_by_role("gridcell").first.wait_for()
+    assert page.get_by_role("gridcell").count() == 270
+    wait_until(page, "Number(/induction\\s+(\\d+)/.exec(document.body.innerText)[1]) > 10")
+
+
 def test_no_screen_scrolls_sideways(page: Any):
     """From a small phone to a screen of 4k, on every screen that the rail names."""
     with served(sample_model(with_model=False)) as url:

@@ -3,9 +3,9 @@ the page itself.
 
 The page is a single HTML file that opens from a disk, needs no network, and shows the same page as
 the server. It contains the built page (`static/report.js` and its styles) and the answers of the
-server as compressed JSON, with binary answers as base64. Every head is stored as a tile of at most `TILE_SIDE`
-cells a side with its masked cells; if all weights together are below `EXACT_BYTES`, the exact
-weights of every query and their means by key, query and distance are stored too. Its content
+server as compressed JSON, with binary answers as base64. Every head is stored as a tile of at most
+`TILE_SIDE` cells a side with its masked cells; if all weights together are below `EXACT_BYTES`, the
+exact weights of every query and their means by key, query and distance are stored too. Its content
 security policy allows exactly these scripts and styles, by their checksums, and no request at all.
 Tokens and other texts are data: no character of them can end the element that holds them.
 """

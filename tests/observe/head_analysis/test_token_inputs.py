@@ -117,7 +117,7 @@ def test_a_trace_is_measured_without_the_model():
     check_equal(one, hw.heads(net, ids[2]), 1e-5)
     assert np.array_equal(traced.select_row(2)["L1H3"], traced.head_weights(1, 3, row=2))
     shown = exported_data(hw.view(traced, row=1).html)["answers"]["/api/document"]
-    assert [site["name"] for site in shown["sites"]] == list(hw.sites(net))
+    assert [site["name"] for site in shown["sites"]] == [site.name for site in hw.sites(net)]
     with pytest.raises(ValueError, match="a trace records its own texts; leave texts out"):
         hw.heads(traced, TEXTS)
 
