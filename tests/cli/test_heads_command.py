@@ -16,7 +16,7 @@ from support import command_help
 from support.command_help import run_json, run_ok
 from support.conllu_examples import ROWS, build_encoder, conllu_lines
 from support.refusals import refused_cases
-from support.saved_models import save_models
+from support.saved_models import GPT, save_byte_model, save_models
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
@@ -164,3 +164,19 @@ def test_the_report_includes_importance_redundancy_and_baseline(folders, tmp_pat
     assert "randomly initialised" in out
     (code, _, err) = run_command(capsys, *base[:3], "--importance mine")
     assert (code, err.count("\n")) == (2, 1)
+
+
+def test_needles_add_a_measure_or_say_that_none_was_found(tmp_path, capsys):
+    config = {**GPT, "n_positions": 400}
+    save_byte_model(config, tmp_path / "net")
+    needles = [("the key of the door is a red one.", "what is the key of the door?")]
+    needles.append(("the cat of the mayor is called Bo.", "how is the cat of the mayor called?"))
+    (tmp_path / "needles").write_text("\n".join(map("\t".join, needles)))
+    more = f"--limit 3 --needles --needle-file {tmp_path / 'needles'}"
+    data = run_json(capsys, "heads", tmp_path / "net", more)
+    assert (data["retrieval"]["needles"], data["retrieval"]["tests"]) == (2, 10)
+    assert (data["retrieval"]["num_found"], data["retrieval"]["heads"]) == (0, [])
+    assert "retrieval" not in data["heads"][0]["measures"]
+    out = run_ok(capsys, "heads", tmp_path / "net", more)
+    assert "found 0 of 10 hidden needles (2 needles): no score" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80

@@ -5,13 +5,13 @@ and a baseline.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..report.data import Figure, Table
+from ..report.data import Estimate, Figure, Table
 from ..report.progress import ProgressReporter
 from ..report.render import to_plain, to_text
 from .arguments import (
@@ -26,6 +26,7 @@ from .arguments import (
     supports_style,
 )
 from .options import (
+    InputFile,
     InputFiles,
     Positive,
     UsageError,
@@ -38,7 +39,8 @@ from .text_arguments import TextOptions, read_examples
 if TYPE_CHECKING:
     from ..observe.head_analysis.annotated_examples import Example
     from ..observe.head_analysis.head_redundancy import RedundancyResult
-    from ..observe.head_analysis.head_table import HeadTable, ImportanceResult
+    from ..observe.head_analysis.head_table import HeadMeasures, HeadTable, ImportanceResult
+    from ..observe.head_analysis.needle_test import Needle
 
 TRACE_SUFFIX = ".trace"
 ANNOTATED_TEXTS = ("--conllu", "--align", "--task")  # these have further measures
@@ -75,6 +77,10 @@ class HeadsOptions(TextOptions):
         Gaussian matrices
     --collapse  how much the states of a text's tokens differ before and after all layers
 
+    long texts:
+    --needles  measure which heads retrieve facts that are hidden in the texts
+    --needle-file FILE  hide these facts: lines NEEDLE, tab, QUESTION (default: 10 that are made up)
+
     details of the measurement:
     --align SOURCE TARGET GOLD  read parallel lines, and word alignments as in 0-0 1-2 2?3
     --sinks-first  show a head as a sink if that is its likeliest class; without it, by what it does
@@ -106,8 +112,9 @@ class HeadsOptions(TextOptions):
         "draw": "out",
         "normalise_layers": "importance",
         "address": "engine",
+        "needle_file": "needles",
     }
-    excludes = ("images importance", "images tokenizer")
+    excludes = ("images importance", "images tokenizer", "images needles")
     outputs = {"out": "observe.head_analysis.head_report:HEAD_REPORT"}
     images: str | None = None
     sort: str | None = None
@@ -125,6 +132,8 @@ class HeadsOptions(TextOptions):
     circuits: bool = False
     spectra: bool = False
     collapse: bool = False
+    needles: bool = False
+    needle_file: InputFile | None = None
     align_files: InputFiles = ()
     sinks_first: bool = False
     criteria: str = "ours"
@@ -179,10 +188,20 @@ class HeadsOptions(TextOptions):
                 name for name in LITERATURE_METRICS if name.startswith(f"{self.criteria} ")
             ]
             measures = [*HEAD_METRICS, *published, *(["importance"] if self.importance else [])]
+            measures += ["retrieval"] if self.needles else []
             check_choice("--sort", self.sort, measures)
+        self.read_needles()  # refuses wrong lines
         if self.engine == "ray" and is_annotated:
             fact = "--engine ray measures texts and images without dependencies and alignments"
             raise UsageError(f"{fact}; leave it out")
+
+    def read_needles(self) -> list[Needle]:
+        """Return the needles of --needle-file; none without it."""
+        if self.needle_file is None:
+            return []
+        from ..observe.head_analysis.needle_test import read_needles
+
+        return read_needles(self.needle_file)
 
     def _allow_only(self, names: str, fact: str, remedy: str = "leave it out") -> None:
         for name, flag in self.options_set.items():
@@ -235,12 +254,17 @@ def run_extras(
         )
         extras.items.append(result.grid)
         extras.add("importance", result.data, replace(result, notes=()).table)
-        by_head = {(one.site, one.head): {"importance": one.measure} for one in result.heads}
-        heads = tuple(
-            replace(one, measures={**one.measures, **by_head.get((one.site, one.head), {})})
-            for one in table.heads
-        )
-        table = replace(table, heads=heads, notes=(*table.notes, *result.notes))
+        by_head = {(one.site, one.head): one.measure for one in result.heads}
+        table = _add_measure(table, "importance", by_head).with_notes(result.notes)
+    if args.needles:
+        from ..observe.head_analysis.needle_test import DEPTHS, make_needles, measure_retrieval
+
+        needles = args.read_needles() or make_needles(seed=args.seed)
+        progress = report.counter("hidden needles", len(needles) * len(DEPTHS), "texts")
+        retrieval = measure_retrieval(model, needles, examples, progress=progress)
+        extras.add("retrieval", retrieval.data, retrieval.top_table)
+        by_head = {(one.site, one.head): one.score for one in retrieval.heads}
+        table = _add_measure(table, "retrieval", by_head)
     baseline = None
     if args.random_baseline:
         from ..observe.head_analysis.head_circuits import make_random_baseline
@@ -267,6 +291,18 @@ def run_extras(
         depths = rank_analysis.measure_rank_collapse(model, examples)
         extras.add("collapse", to_plain(depths), rank_analysis.collapse_table(depths))
     return table, extras
+
+
+def _add_measure(
+    table: HeadTable, name: str, by_head: Mapping[tuple[str, int], Estimate]
+) -> HeadTable:
+    """Return the table with one more measure of the heads that have it."""
+    heads: list[HeadMeasures] = []
+    for head in table.heads:
+        place = (head.site, head.head)
+        more = {name: by_head[place]} if place in by_head else {}
+        heads.append(replace(head, measures={**head.measures, **more}))
+    return replace(table, heads=tuple(heads))
 
 
 def _count_classes(table: HeadTable, baseline: HeadTable) -> Table:

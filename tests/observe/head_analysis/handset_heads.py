@@ -20,6 +20,7 @@ WORDS, PLACES, HEADS, DIM = 11, 23, 3, 23
 MODEL = WORDS + PLACES + WORDS
 TOKEN, PLACE, COPY = slice(0, WORDS), slice(WORDS, WORDS + PLACES), slice(WORDS + PLACES, MODEL)
 SHARP = 30.0  # the score of what is looked for, all else being at 0
+INDUCED = 6.0  # the size of what the induction head writes
 COMMON = torch.tensor(
     [500 - 40 * one for one in range(WORDS)]
 )  # how often each id was met: the last is the rarest
@@ -112,6 +113,28 @@ def decoder() -> hw.Transformer:
         output[:, :DIM] = 0
         output[COPY, :WORDS] = torch.eye(WORDS)
     return net
+
+
+def induction_model() -> hw.Transformer:
+    """The hand-set decoder, whose head (1, 0) also copies the token that it attends to.
+
+    (0, 0) writes the previous token into a slice that the keys of (1, 0) read; the queries of
+    (1, 0) read the current token. The logits read only what (1, 0) writes.
+    """
+    net = decoder()
+    named = dict(net.named_parameters())
+    (head,) = [one for name, one in named.items() if name.startswith("head.") and one.dim() == 2]
+    with torch.no_grad():
+        value = named["decoder.1.attention.project.v"]
+        output = named["decoder.1.attention.output.o"]
+        value[:DIM] = 0
+        value[:WORDS, TOKEN] = torch.eye(WORDS)
+        # the copied token replaces what (0, 0) has written at the last token
+        output[:, :DIM] = 0
+        output[TOKEN, :WORDS] = INDUCED * torch.eye(WORDS)
+        head.zero_()
+        head[:, TOKEN] = torch.eye(WORDS)
+    return net.double()
 
 
 def translator() -> hw.Transformer:

@@ -18,32 +18,14 @@ from headwise.observe.head_analysis.edge_attribution import (
 )
 from headwise.observe.head_analysis.path_patching import PairRuns, patch_paths, read_pairs
 from observe.head_analysis import handset_heads
-from observe.head_analysis.handset_heads import COPY, DIM, MODEL, TOKEN, WORDS
-
-SIZE = 6.0  # of what the induction head writes
-
-
-def induction_model() -> hw.Transformer:
-    """The hand-set decoder, whose head (1, 0) also copies the token that it attends to.
-
-    (0, 0) writes the previous token into a slice that the keys of (1, 0) read; the queries of
-    (1, 0) read the current token. The logits read only what (1, 0) writes.
-    """
-    net = handset_heads.decoder()
-    named = dict(net.named_parameters())
-    (head,) = [one for name, one in named.items() if name.startswith("head.") and one.dim() == 2]
-    with torch.no_grad():
-        value = named["decoder.1.attention.project.v"]
-        output = named["decoder.1.attention.output.o"]
-        value[:DIM] = 0
-        value[:WORDS, TOKEN] = torch.eye(WORDS)
-        # the copied token replaces what (0, 0) has written at the last token
-        output[:, :DIM] = 0
-        output[TOKEN, :WORDS] = SIZE * torch.eye(WORDS)
-        head.zero_()
-        head[:, TOKEN] = torch.eye(WORDS)
-    return net.double()
-
+from observe.head_analysis.handset_heads import (
+    COPY,
+    DIM,
+    MODEL,
+    TOKEN,
+    WORDS,
+    induction_model,
+)
 
 # the last token 3 stood before 5 in the clean text
 CLEAN = torch.tensor([[0, 3, 5, 7, 2, 8, 3]])

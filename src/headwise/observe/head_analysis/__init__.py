@@ -12,6 +12,7 @@ redundant.
   names heads by them.
 - Linguistic roles: `dependency_syntax` (dependency relations, attention probe) and `word_alignment`
   (translation).
+- Copying: `needle_test` finds the heads that retrieve a sentence from a long text.
 - Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the
   `objectives`, and returns an `ImportanceResult` (`head_table`).
 - Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`.
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .edge_attribution import attribute_edges
     from .head_circuits import make_random_baseline
     from .head_classes import classify_heads
+    from .needle_test import measure_retrieval
     from .path_patching import patch_paths
     from .rank_analysis import measure_qk_spectra
 
@@ -49,6 +51,7 @@ _MODULE_OF_NAME = {
     "classify_heads": "head_classes",
     "make_random_baseline": "head_circuits",
     "measure_qk_spectra": "rank_analysis",
+    "measure_retrieval": "needle_test",
     "patch_paths": "path_patching",
 }
 __all__ = sorted(_MODULE_OF_NAME)

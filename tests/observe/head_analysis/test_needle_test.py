@@ -1,0 +1,169 @@
+"""Retrieval scores against a hand-set retrieval head, and against numpy over the weights that
+transformers returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.observe.head_analysis.needle_test import (
+    HiddenNeedle,
+    Needle,
+    TokenTexts,
+    make_needles,
+    read_needles,
+    run_hidden_needles,
+)
+from headwise.util.errors import SpecError
+from observe.head_analysis.handset_heads import induction_model
+from support.refusals import refused_cases
+from support.transformers_models import ZOO
+
+# a needle behind token 2, which also ends the question; the answer repeats the needle
+NEEDLES = [
+    ([0, 1, 2], [3, 4, 5, 6], [7, 8]),
+    ([0, 2], [9, 4, 7], [1, 8, 3]),
+    ([0, 5, 1, 2], [8, 3, 6], [7]),
+    ([0, 4, 2], [6, 1, 9, 3], [8, 7]),
+    ([0, 7, 2], [1, 4, 5], [9]),
+    ([0, 2], [7, 9, 8, 1, 5], [3]),
+]
+
+
+def hide(before: list[int], needle: list[int], behind: list[int], question: int) -> HiddenNeedle:
+    start = len(before)
+    ids = torch.tensor([*before, *needle, *behind, question, *needle])
+    return HiddenNeedle(ids, range(start, start + len(needle)))
+
+
+def test_the_hand_set_induction_head_retrieves_every_token():
+    tests = [(number, hide(*one, 2)) for number, one in enumerate(NEEDLES)]
+    result = run_hidden_needles(induction_model(), tests, len(NEEDLES))
+    scores = {one.name: one for one in result.heads}
+    assert (result.num_found, result.tests) == (6, 6)
+    assert scores["L1H0"].score.value == 1
+    assert scores["L1H0"].score.rows == 22
+    assert scores["L1H0"].is_retrieval
+    assert scores["L1H0"].level < 0.05
+    assert [one.name for one in result.heads if one.is_retrieval] == ["L1H0"]
+    for name in ("L0H0", "L0H1"):  # they read the previous and the first token
+        assert scores[name].score.value == 0
+        assert scores[name].score.chance == pytest.approx(
+            np.mean(
+                [
+                    1 / (len(one.ids) - len(one.needle) + step)
+                    for _, one in tests
+                    for step in range(len(one.needle))
+                ]
+            ),
+            abs=0.02,
+        )
+
+
+def test_a_head_without_a_cue_misses_the_first_token():
+    """Token 10 stands nowhere before: nothing is found behind it."""
+    tests = [(number, hide(*one, 10)) for number, one in enumerate(NEEDLES)]
+    result = run_hidden_needles(induction_model(), tests, len(NEEDLES))
+    (head,) = [one for one in result.heads if one.name == "L1H0"]
+    assert head.score.value == pytest.approx((22 - 6) / 22)
+
+
+def retrieval_by_numpy(model: Any, ids: list[int], needle: range) -> np.ndarray:
+    """Retrieved tokens of each head, token by token: [layers, heads, 3]."""
+    output = model(torch.tensor([ids]), output_attentions=True)
+    logits = output.logits[0].detach().numpy()
+    counts = []
+    for weights in output.attentions:
+        by_head = []
+        for rows in weights[0].detach().numpy():
+            own = uniform = 0.0
+            steps = range(len(ids) - len(needle) - 1, len(ids) - 1)
+            for step in steps:
+                word = int(logits[step].argmax())
+                copies = [place for place in needle if ids[place] == word]
+                own += int(rows[step].argmax()) in copies
+                uniform += len(copies) / (step + 1)
+            permuted = 0
+            for step in steps:
+                word = int(logits[step].argmax())
+                for other in steps:
+                    key = int(rows[other].argmax())
+                    permuted += key in needle and ids[key] == word
+            by_head.append([own, uniform, permuted / len(needle)])
+        counts.append(by_head)
+    return np.array(counts)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_scores_equal_numpy_over_the_weights_of_transformers(name):
+    torch.manual_seed(3)
+    model = ZOO[name].build("eager")
+    draw = np.random.default_rng(5)
+    tests = []
+    expected = []
+    counts = []
+    for number in range(4):
+        before, behind = (draw.integers(3, 9, length).tolist() for length in (7, 5))
+        needle = draw.integers(3, 9, 6).tolist()
+        ids = torch.tensor([*before, *needle, *behind, *needle])
+        hidden = HiddenNeedle(ids, range(7, 13))
+        with torch.no_grad():  # the model's own continuation, so that it finds the needle
+            for step in range(len(ids) - 6, len(ids)):
+                ids[step] = ids[7 + step - 18] = model(ids[None, :step]).logits[0, -1].argmax()
+            predicted = model(ids[None, :-1]).logits[0, -6:].argmax(-1)
+        if (predicted == ids[-6:]).float().mean() >= 0.5:
+            tests.append((number, hidden))
+            expected.append(retrieval_by_numpy(model, ids.tolist(), hidden.needle))
+            counts.append(6)
+    assert len(tests) >= 2
+    result = run_hidden_needles(model, [(n, one) for n, (_, one) in enumerate(tests)], len(tests))
+    total = np.sum(expected, 0) / np.sum(counts)
+    assert total[..., 0].max() > 0
+    measured = np.array([one.score.value for one in result.heads]).reshape(total.shape[:2])
+    chance = np.array([one.score.chance for one in result.heads]).reshape(total.shape[:2])
+    assert measured == pytest.approx(total[..., 0], abs=1e-12)
+    assert chance == pytest.approx(total[..., 1:].max(-1), abs=1e-7)
+
+
+def test_needles_are_hidden_between_texts():
+    filler = TokenTexts([1], [[10, 11, 12], [13, 14], [15, 16, 17]])
+    hidden = HiddenNeedle.place(filler, [3, 4], [5], 12, 0.5)
+    assert hidden.ids.tolist() == [1, 10, 11, 12, 13, 14, 3, 4, 15, 16, 17, 10, 11, 12, 13, 5, 3, 4]
+    assert (hidden.needle, hidden.steps) == (range(6, 8), slice(15, 17))
+    ends = [HiddenNeedle.place(filler, [3, 4], [5], 12, depth).needle[0] for depth in (0, 1)]
+    assert ends == [1, 13]
+
+
+def test_a_model_that_finds_nothing_has_no_scores(capsys):
+    config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256}
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    result = hw.head_analysis.measure_retrieval(net, lengths=[40], tokenizer="bytes")
+    assert result.heads == ()
+    assert "found 0 of 50 hidden needles (10 needles): no score" in str(result)
+    assert result.data["heads"] == []
+
+
+def test_needles_follow_the_seed_and_files(tmp_path):
+    assert make_needles(4) == make_needles(4)
+    assert make_needles(4) != make_needles(4, seed=1)
+    assert len({one.text for one in make_needles(40)}) == 40
+    (tmp_path / "needles").write_text("The key is red.\tWhich key?\n\nA b.\tC?\n")
+    assert read_needles(tmp_path / "needles") == [
+        Needle("The key is red.", "Which key?"),
+        Needle("A b.", "C?"),
+    ]
+    (tmp_path / "wrong").write_text("no question\n")
+    with pytest.raises(SpecError, match="line 1 has 1 column; write NEEDLE, tab, QUESTION"):
+        read_needles(tmp_path / "wrong")
+
+
+@pytest.mark.parametrize(("config", "words"), refused_cases(__file__, "needles", {}))
+def test_models_without_a_needle_test(config, words):
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    with pytest.raises(ValueError, match=words):
+        hw.head_analysis.measure_retrieval(net, tokenizer="bytes")
