@@ -109,6 +109,7 @@ def test_errors_of_a_list_are_all_named(monkeypatch: pytest.MonkeyPatch):
         Trial("twice", Address("absent.py", "f", "not", 1), ("house/absent.py",)),
         Trial("empty", address, ()),
         Trial("test", address, ("house/test_mutation.py::test_absent[1]",)),
+        Trial("moved", lists.guards()[0].address, ("house/test_mutation.py",), "a -> b"),
     ]
     monkeypatch.setattr(lists, "guards", lambda: wrong)
     monkeypatch.setattr(lists, "equivalents", lambda: {address: " "})
@@ -126,6 +127,7 @@ def test_errors_of_a_list_are_all_named(monkeypatch: pytest.MonkeyPatch):
         "empty: names no test",
         "test: no test house/test_mutation.py::test_absent[1]",
         "no reason is given",
+        "not a -> b; correct nth",
         "attention/masking/patterns.py: does not name its own tests, attention/masking/test_patterns.py",
         "attention/masking/patterns.py: no test file attention/parts/test_alibi.py",
     ):

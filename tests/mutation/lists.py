@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mutation.operators import Address, points
+from mutation.operators import Address, mutate, points
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -29,13 +29,14 @@ DOCTESTS = "house/test_house.py::test_doctests"
 
 @dataclass(frozen=True)
 class Trial:
-    """One mutant to test: its name, its address, and the tests to run, as pytest node ids relative
-    to tests/.
+    """One mutant to test: its name, its address, the tests to run, as pytest node ids relative to
+    tests/, and the change that is meant ("" for any).
     """
 
     name: str
     address: Address
     tests: tuple[str, ...]
+    change: str = ""
 
 
 def load(name: str, table: str) -> list[dict[str, Any]]:
@@ -51,7 +52,7 @@ def address_of(entry: dict[str, Any]) -> Address:
 def guards() -> list[Trial]:
     """All entries of guards.toml."""
     return [
-        Trial(entry["name"], address_of(entry), tuple(entry["tests"]))
+        Trial(entry["name"], address_of(entry), tuple(entry["tests"]), entry["change"])
         for entry in load("guards.toml", "guard")
     ]
 
@@ -104,6 +105,7 @@ def find_errors() -> list[str]:
     ]
     for trial in guards():
         errors += missing_tests(trial.name, trial.tests)
+        errors += moved_change(trial)
     modules = Counter(entry["module"] for entry in load("tests_of_module.toml", "cover"))
     errors += [
         f"tests_of_module.toml: {module} has {count} entries"
@@ -119,6 +121,17 @@ def find_errors() -> list[str]:
         errors += missing_tests(module, tests[1:])
         errors += own_test_left_out(module, tests)
     return errors
+
+
+def moved_change(trial: Trial) -> list[str]:
+    """That a guard's address is no longer the change that it stands for."""
+    path = SOURCE / PACKAGE / trial.address.module
+    if not (trial.change and path.is_file()):
+        return []
+    change = mutate(path.read_text(), trial.address).change
+    if change == trial.change:
+        return []
+    return [f"{trial.name}: {trial.address} is now {change}, not {trial.change}; correct nth"]
 
 
 def own_test_left_out(module: str, tests: Iterable[str]) -> list[str]:

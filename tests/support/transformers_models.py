@@ -93,7 +93,9 @@ ZOO = {
     "llama": _causal("Llama"),
     "qwen3": _causal("Qwen3"),
     "mistral": _causal("Mistral", sliding_window=5),
-    "gemma2": _causal("Gemma2", sliding_window=5, query_pre_attn_scalar=8),
+    "gemma2": _causal(
+        "Gemma2", sliding_window=5, query_pre_attn_scalar=8, attn_logit_softcapping=0.5
+    ),
     "gemma3": _causal("Gemma3", sliding_window=5, layer_types=LOCAL)._replace(
         config="Gemma3TextConfig"
     ),
