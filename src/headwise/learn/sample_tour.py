@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,8 +58,8 @@ TEXTS = {
     "head": ("{site} head {head}", "{site} 的头 {head}"),
     "classes": ("What its heads do", "各头的作用"),
     "grid": (
-        "The strongest class of each head, over {texts}; {counts}",
-        "各头最强的类别，基于 {texts}；{counts}",
+        "The class of each head beside sinks, over {texts}; {counts}",
+        "各头在汇点之外的类别，基于 {texts}；{counts}",
     ),
     "ablated": ("One head ablated", "消融一个头"),
     "importance": (
@@ -93,6 +93,7 @@ TEXTS = {
         "Next: headwise view, or headwise view {folder}",
         "接着：headwise view，或 headwise view {folder}",
     ),
+    "next_quick": ("Next: headwise view", "接着：headwise view"),
 }
 
 
@@ -123,20 +124,21 @@ class Tour:
     progress: Callable[[str], object] = str
     trace: Trace = field(default_factory=load_sample_trace)
     table: HeadTable = field(default_factory=load_sample_table)
+    texts: Mapping[str, tuple[str, str]] = field(default_factory=lambda: TEXTS)
+    shown_classes: Sequence[str] = SHOWN_CLASSES
     sections: list[Section] = field(default_factory=list)
     ablation: dict[str, Any] | None = None
     pruning: dict[str, Any] | None = None
 
     def text(self, key: str, **values: Any) -> str:
         """Return a text of the tour in its language."""
-        return TEXTS[key][self.language == "zh"].format(**values)
+        return self.texts[key][self.language == "zh"].format(**values)
 
     @property
     def data(self) -> dict[str, Any]:
         """All numbers as plain values."""
         return {
-            "source": SOURCE,
-            "translation": self.trace.streams["text"][0].text,
+            "texts": {name: rows[0].text for name, rows in self.trace.streams.items()},
             "heads": self.table.data["heads"],
             "ablation": self.ablation,
             "pruning": self.pruning,
@@ -154,15 +156,24 @@ def run_sample_tour(
     progress: Callable[[str], object] = str,
 ) -> Tour:
     """Show every section of the tour and write the report to `out`; `quick` prunes nothing."""
+    tour = Tour(out / FOLDER_NAME, language, scale, progress)
+    makers = [describe_sample, describe_classes, ablate_one_head, prune_half_of_sample]
+    return run_tour(tour, makers[:3] if quick else makers, show, title)
+
+
+def run_tour(
+    tour: Tour,
+    makers: Sequence[Callable[[Any], Section]],
+    show: Callable[[str], object],
+    title: Callable[[str], object],
+) -> Tour:
+    """Make and show every section of a tour; the report is written after each."""
     started = time.monotonic()
-    folder = out / FOLDER_NAME
-    with FolderLock(folder):
-        check_output_folder(folder / PRUNED_NAME)
-        tour = Tour(folder, language, scale, progress)
-        makers = [describe_sample, describe_classes, ablate_one_head, prune_half_of_sample]
+    with FolderLock(tour.folder):
+        check_output_folder(tour.folder / PRUNED_NAME)
         try:
-            for number, make in enumerate(makers[:3] if quick else makers, 1):
-                with use_language(language):
+            for number, make in enumerate(makers, 1):
+                with use_language(tour.language):
                     section = make(tour)
                 tour.sections.append(section)
                 title(f"{number}  {section.title}")
@@ -173,8 +184,10 @@ def run_sample_tour(
         finally:
             if len(tour.sections) > 1:
                 write_page(tour)
-        show(tour.text("done", seconds=time.monotonic() - started, report=folder / REPORT_FILE))
-        show(tour.text("next", folder=folder if quick else folder / PRUNED_NAME))
+        report = tour.folder / REPORT_FILE
+        show(tour.text("done", seconds=time.monotonic() - started, report=report))
+        pruned = tour.folder / PRUNED_NAME
+        show(tour.text("next", folder=pruned) if tour.pruning else tour.text("next_quick"))
     return tour
 
 
@@ -213,7 +226,7 @@ def describe_sample(tour: Tour) -> Section:
             text=trace.streams["text"][0].text,
         )
     ]
-    for class_name in SHOWN_CLASSES:
+    for class_name in tour.shown_classes:
         head = best_of_class(tour.table, class_name)
         evidence = next(one.evidence for one in head.classes if one.name == class_name)
         layer = trace.get_layer(head.site)
@@ -366,18 +379,24 @@ def retrain_and_verify(
     return {"folder": str(pruned), **record, "verification": verification.data}
 
 
+def show_kept_heads(tour: Tour, pruning: dict[str, Any]) -> Table:
+    """A table of which heads stay: a row for each site."""
+    counts: dict[str, int] = pruning["head_counts"]
+    most = max(counts.values())
+    rows: list[list[str]] = []
+    for site, count in counts.items():
+        kept = pruning["keep"].get(site, range(count))  # a site that is not named keeps all
+        marks = ["█" if head in kept else "·" for head in range(count)]
+        rows.append([site, *marks, *[""] * (most - count)])
+    return Table(tour.text("kept"), [localise("site"), *map(str, range(most))], rows)
+
+
 def compare_models(tour: Tour, pruning: dict[str, Any]) -> Iterator[Item]:
     """Yield which heads stay, sizes and scores before and after, and whether the verification
     holds.
     """
     verification = pruning["verification"]
-    counts: dict[str, int] = pruning["head_counts"]
-    most = max(counts.values())
-    rows: list[list[str]] = []
-    for site, count in counts.items():
-        marks = ["█" if head in pruning["keep"][site] else "·" for head in range(count)]
-        rows.append([site, *marks, *[""] * (most - count)])
-    yield Table(tour.text("kept"), [localise("site"), *map(str, range(most))], rows)
+    yield show_kept_heads(tour, pruning)
     scores = next(row for row in verification["quality"]["rows"] if row["name"] == SCORE_NAME)
     estimates = [
         localise(f"{score['value']:g} [{NO_SPREAD}]")
@@ -385,15 +404,25 @@ def compare_models(tour: Tour, pruning: dict[str, Any]) -> Iterator[Item]:
         else Estimate(score["value"], score["low"], score["high"])
         for score in (scores["before"], pruning["cut"]["after"], scores["after"])
     ]
-    sizes = [
-        [localise(number["name"]), number["before"], number["after"], number["after"]]
+    sizes = [[name, before, after, after] for name, before, after in list_sizes(verification)]
+    columns = ["", *(tour.text(name) for name in ("before", "cut", "after"))]
+    yield Table(tour.text("scores"), columns, [[tour.text("score"), *estimates], *sizes])
+    yield describe_verification(tour, pruning)
+
+
+def list_sizes(verification: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """Parameters and cache: name, before, after."""
+    return [
+        (localise(number["name"]), number["before"], number["after"])
         for number in verification["savings"]["numbers"]
         if number["name"] in ("parameters", "cache per token", "cache per source token")
     ]
-    columns = ["", *(tour.text(name) for name in ("before", "cut", "after"))]
-    yield Table(tour.text("scores"), columns, [[tour.text("score"), *estimates], *sizes])
+
+
+def describe_verification(tour: Tour, pruning: Mapping[str, Any]) -> str:
+    """Whether the verification holds, and where its report is."""
+    verification = pruning["verification"]
     path = Path(pruning["folder"]) / "VERIFICATION.md"
     key = "holds" if verification["holds"] else "fails"
-    yield tour.text(
-        key, what=localise(verification["what"]), steps=pruning["steps"], verification=path
-    )
+    steps = pruning.get("steps", 0)
+    return tour.text(key, what=localise(verification["what"]), steps=steps, verification=path)
