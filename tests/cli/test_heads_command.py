@@ -174,9 +174,8 @@ def test_needles_add_a_measure_or_say_that_none_was_found(tmp_path, capsys):
     (tmp_path / "needles").write_text("\n".join(map("\t".join, needles)))
     more = f"--limit 3 --needles --needle-file {tmp_path / 'needles'}"
     data = run_json(capsys, "heads", tmp_path / "net", more)
-    assert (data["retrieval"]["needles"], data["retrieval"]["tests"]) == (2, 10)
-    assert (data["retrieval"]["num_found"], data["retrieval"]["heads"]) == (0, [])
-    assert "retrieval" not in data["heads"][0]["measures"]
+    assert data["retrieval"]["notes"] == ["the model found 0 of 10 hidden needles: no score"]
+    assert data["heads"][0]["measures"]["retrieval"]["value"] is None
     out = run_ok(capsys, "heads", tmp_path / "net", more)
-    assert "found 0 of 10 hidden needles (2 needles): no score" in " ".join(out.split())
+    assert "the model found 0 of 10 hidden needles: no score" in out
     assert max(map(len, out.splitlines())) <= 80

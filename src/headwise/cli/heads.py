@@ -39,7 +39,7 @@ from .text_arguments import TextOptions, read_examples
 if TYPE_CHECKING:
     from ..observe.head_analysis.annotated_examples import Example
     from ..observe.head_analysis.head_redundancy import RedundancyResult
-    from ..observe.head_analysis.head_table import HeadMeasures, HeadTable, ImportanceResult
+    from ..observe.head_analysis.head_table import HeadTable, ImportanceResult
     from ..observe.head_analysis.needle_test import Needle
 
 TRACE_SUFFIX = ".trace"
@@ -196,12 +196,11 @@ class HeadsOptions(TextOptions):
             raise UsageError(f"{fact}; leave it out")
 
     def read_needles(self) -> list[Needle]:
-        """Return the needles of --needle-file; none without it."""
-        if self.needle_file is None:
-            return []
-        from ..observe.head_analysis.needle_test import read_needles
+        """Return the needles of --needle-file; without it, made-up ones."""
+        from ..observe.head_analysis.needle_test import make_needles, read_needles
 
-        return read_needles(self.needle_file)
+        file = self.needle_file
+        return make_needles(seed=self.seed) if file is None else read_needles(file)
 
     def _allow_only(self, names: str, fact: str, remedy: str = "leave it out") -> None:
         for name, flag in self.options_set.items():
@@ -235,7 +234,7 @@ def run_extras(
     """Run the requested analyses; `measure` makes the head table of another model. Return the table
     and the results.
     """
-    from ..observe.head_analysis import head_circuits, rank_analysis
+    from ..observe.head_analysis import head_circuits, needle_test, rank_analysis
 
     extras = ExtraAnalyses()
     if args.importance is not None:
@@ -254,17 +253,15 @@ def run_extras(
         )
         extras.items.append(result.grid)
         extras.add("importance", result.data, replace(result, notes=()).table)
-        by_head = {(one.site, one.head): one.measure for one in result.heads}
-        table = _add_measure(table, "importance", by_head).with_notes(result.notes)
+        by_head = {(one.site, one.head): {"importance": one.measure} for one in result.heads}
+        table = _add_measures(table, by_head).with_notes(result.notes)
     if args.needles:
-        from ..observe.head_analysis.needle_test import DEPTHS, make_needles, measure_retrieval
-
-        needles = args.read_needles() or make_needles(seed=args.seed)
-        progress = report.counter("hidden needles", len(needles) * len(DEPTHS), "texts")
-        retrieval = measure_retrieval(model, needles, examples, progress=progress)
-        extras.add("retrieval", retrieval.data, retrieval.top_table)
-        by_head = {(one.site, one.head): one.score for one in retrieval.heads}
-        table = _add_measure(table, "retrieval", by_head)
+        needles = args.read_needles()
+        progress = report.counter("hidden needles", len(needles) * len(needle_test.DEPTHS), "texts")
+        retrieval = needle_test.measure_retrieval(model, needles, examples, progress=progress)
+        extras.add("retrieval", retrieval.data, needle_test.retrieval_table(retrieval))
+        by_head = {(one.site, one.head): one.measures for one in retrieval.heads}
+        table = _add_measures(table, by_head)
     baseline = None
     if args.random_baseline:
         from ..observe.head_analysis.head_circuits import make_random_baseline
@@ -293,15 +290,14 @@ def run_extras(
     return table, extras
 
 
-def _add_measure(
-    table: HeadTable, name: str, by_head: Mapping[tuple[str, int], Estimate]
+def _add_measures(
+    table: HeadTable, by_head: Mapping[tuple[str, int], Mapping[str, Estimate]]
 ) -> HeadTable:
-    """Return the table with one more measure of the heads that have it."""
-    heads: list[HeadMeasures] = []
-    for head in table.heads:
-        place = (head.site, head.head)
-        more = {name: by_head[place]} if place in by_head else {}
-        heads.append(replace(head, measures={**head.measures, **more}))
+    """Return the table with more measures of the heads that have them."""
+    heads = [
+        replace(one, measures={**one.measures, **by_head.get((one.site, one.head), {})})
+        for one in table.heads
+    ]
     return replace(table, heads=tuple(heads))
 
 

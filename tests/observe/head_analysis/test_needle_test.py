@@ -14,11 +14,13 @@ import headwise as hw
 from headwise.observe.head_analysis.needle_test import (
     HiddenNeedle,
     Needle,
-    TokenTexts,
+    hide_needle,
     make_needles,
     read_needles,
+    retrieval_table,
     run_hidden_needles,
 )
+from headwise.report.data import Estimate as Measure
 from headwise.util.errors import SpecError
 from observe.head_analysis.handset_heads import induction_model
 from support.refusals import refused_cases
@@ -41,36 +43,38 @@ def hide(before: list[int], needle: list[int], behind: list[int], question: int)
     return HiddenNeedle(ids, range(start, start + len(needle)))
 
 
+def run(model: Any, tests: list[HiddenNeedle]) -> tuple[dict[str, Measure], str]:
+    """The scores of the heads by name, and the note."""
+    table = run_hidden_needles(model, list(enumerate(tests)))
+    return {table.name(one): one.measures["retrieval"] for one in table.heads}, table.notes[0]
+
+
 def test_the_hand_set_induction_head_retrieves_every_token():
-    tests = [(number, hide(*one, 2)) for number, one in enumerate(NEEDLES)]
-    result = run_hidden_needles(induction_model(), tests, len(NEEDLES))
-    scores = {one.name: one for one in result.heads}
-    assert (result.num_found, result.tests) == (6, 6)
-    assert scores["L1H0"].score.value == 1
-    assert scores["L1H0"].score.rows == 22
-    assert scores["L1H0"].is_retrieval
-    assert scores["L1H0"].level < 0.05
-    assert [one.name for one in result.heads if one.is_retrieval] == ["L1H0"]
+    tests = [hide(*one, 2) for one in NEEDLES]
+    scores, note = run(induction_model(), tests)
+    assert note == (
+        "the model found 6 of 6 hidden needles: 1 of 6 heads are retrieval heads (score 0.1 or "
+        "more, corrected p below 0.05)"
+    )
+    assert scores["L1H0"].value == 1
+    assert scores["L1H0"].rows == 22
+    assert scores["L1H0"].p < 0.001
+    # of all tokens of the needle, its largest key at another step is on the one that is predicted
+    lengths = [len(needle) for _, needle, _ in NEEDLES]
+    assert scores["L1H0"].chance == pytest.approx(len(lengths) / sum(lengths))
+    uniform = 0.0
+    for one in tests:
+        steps = range(len(one.needle))
+        uniform += sum(1 / (len(one.ids) - len(one.needle) + step) for step in steps)
     for name in ("L0H0", "L0H1"):  # they read the previous and the first token
-        assert scores[name].score.value == 0
-        assert scores[name].score.chance == pytest.approx(
-            np.mean(
-                [
-                    1 / (len(one.ids) - len(one.needle) + step)
-                    for _, one in tests
-                    for step in range(len(one.needle))
-                ]
-            ),
-            abs=0.02,
-        )
+        assert scores[name].value == 0
+        assert scores[name].chance == pytest.approx(uniform / 22)
 
 
 def test_a_head_without_a_cue_misses_the_first_token():
     """Token 10 stands nowhere before: nothing is found behind it."""
-    tests = [(number, hide(*one, 10)) for number, one in enumerate(NEEDLES)]
-    result = run_hidden_needles(induction_model(), tests, len(NEEDLES))
-    (head,) = [one for one in result.heads if one.name == "L1H0"]
-    assert head.score.value == pytest.approx((22 - 6) / 22)
+    scores, _ = run(induction_model(), [hide(*one, 10) for one in NEEDLES])
+    assert scores["L1H0"].value == pytest.approx((22 - 6) / 22)
 
 
 def retrieval_by_numpy(model: Any, ids: list[int], needle: range) -> np.ndarray:
@@ -107,7 +111,7 @@ def test_scores_equal_numpy_over_the_weights_of_transformers(name):
     tests = []
     expected = []
     counts = []
-    for number in range(4):
+    for _ in range(4):
         before, behind = (draw.integers(3, 9, length).tolist() for length in (7, 5))
         needle = draw.integers(3, 9, 6).tolist()
         ids = torch.tensor([*before, *needle, *behind, *needle])
@@ -117,42 +121,40 @@ def test_scores_equal_numpy_over_the_weights_of_transformers(name):
                 ids[step] = ids[7 + step - 18] = model(ids[None, :step]).logits[0, -1].argmax()
             predicted = model(ids[None, :-1]).logits[0, -6:].argmax(-1)
         if (predicted == ids[-6:]).float().mean() >= 0.5:
-            tests.append((number, hidden))
+            tests.append(hidden)
             expected.append(retrieval_by_numpy(model, ids.tolist(), hidden.needle))
             counts.append(6)
     assert len(tests) >= 2
-    result = run_hidden_needles(model, [(n, one) for n, (_, one) in enumerate(tests)], len(tests))
+    scores, _ = run(model, tests)
     total = np.sum(expected, 0) / np.sum(counts)
     assert total[..., 0].max() > 0
-    measured = np.array([one.score.value for one in result.heads]).reshape(total.shape[:2])
-    chance = np.array([one.score.chance for one in result.heads]).reshape(total.shape[:2])
+    measured = np.array([one.value for one in scores.values()]).reshape(total.shape[:2])
+    chance = np.array([one.chance for one in scores.values()]).reshape(total.shape[:2])
     assert measured == pytest.approx(total[..., 0], abs=1e-12)
     assert chance == pytest.approx(total[..., 1:].max(-1), abs=1e-7)
 
 
 def test_needles_are_hidden_between_texts():
-    filler = TokenTexts([1], [[10, 11, 12], [13, 14], [15, 16, 17]])
-    hidden = HiddenNeedle.place(filler, [3, 4], [5], 12, 0.5)
-    assert hidden.ids.tolist() == [1, 10, 11, 12, 13, 14, 3, 4, 15, 16, 17, 10, 11, 12, 13, 5, 3, 4]
-    assert (hidden.needle, hidden.steps) == (range(6, 8), slice(15, 17))
-    ends = [HiddenNeedle.place(filler, [3, 4], [5], 12, depth).needle[0] for depth in (0, 1)]
-    assert ends == [1, 13]
+    texts = [[10, 11, 12], [13, 14], [15, 16, 17]]
+    haystack, start = hide_needle(texts, [3, 4], 12, 0.5)
+    assert (haystack, start) == ([10, 11, 12, 13, 14, 3, 4, 15, 16, 17, 10, 11, 12, 13], 5)
+    assert [hide_needle(texts, [3, 4], 12, depth)[1] for depth in (0, 1)] == [0, 12]
 
 
-def test_a_model_that_finds_nothing_has_no_scores(capsys):
+def test_a_model_that_finds_nothing_has_no_scores():
     config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256}
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    result = hw.head_analysis.measure_retrieval(net, lengths=[40], tokenizer="bytes")
-    assert result.heads == ()
-    assert "found 0 of 50 hidden needles (10 needles): no score" in str(result)
-    assert result.data["heads"] == []
+    table = hw.head_analysis.measure_retrieval(net, lengths=[40], tokenizer="bytes")
+    assert table.notes[0] == "the model found 0 of 50 hidden needles: no score"
+    assert all(np.isnan(one.measures["retrieval"].value) for one in table.heads)
+    assert not retrieval_table(table).rows
 
 
 def test_needles_follow_the_seed_and_files(tmp_path):
     assert make_needles(4) == make_needles(4)
     assert make_needles(4) != make_needles(4, seed=1)
     assert len({one.text for one in make_needles(40)}) == 40
-    (tmp_path / "needles").write_text("The key is red.\tWhich key?\n\nA b.\tC?\n")
+    (tmp_path / "needles").write_text("The key is red.\tWhich key?\nA b.\tC?\n")
     assert read_needles(tmp_path / "needles") == [
         Needle("The key is red.", "Which key?"),
         Needle("A b.", "C?"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,31 +24,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...report.data import Column, Table
-from ...report.notebook import TableResult
-from ...report.render import to_plain, to_text
-from ...report.text import choose_format, format_p
+from ...report.data import Table
 from ...util.errors import SpecError, pluralise
-from ..head_names import print_head
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import AttentionHook, run_observed
 from ..inspect.model_inputs import get_max_length
 from ..inspect.model_tokenizer import make_reader
-from ..inspect.site import ObservedCall
+from ..inspect.site import ObservedCall, Site
 from ..inspect.trace_capture import get_model_name
 from .annotated_examples import GENERAL_TEXTS, Example, annotate_row, read_lines
-from .head_table import INTERVAL_NOTE, Measure
+from .head_table import HeadMeasures, HeadTable, Measure
 from .objectives import detect_head_objective, get_output_tensor
 from .resampling import Array, Jackknife, correct_p_values, excess_p_values, ratio_of_sums
 from .text_analysis import read_texts, text_reader
 
+RETRIEVAL = "retrieval"
 LENGTHS = (128, 256, 512)  # tokens of a haystack
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # place of the needle, as a share of the haystack
 NUM_NEEDLES = 10
 MIN_FOUND = 0.5  # share of the tokens of a needle that the model must predict
-NUM_SHOWN = 20  # heads of a printed table
 MIN_RETRIEVAL = 0.1  # score of a retrieval head in the paper
 SIGNIFICANCE = 0.05
+NUM_SHOWN = 20  # heads of a printed table
 NAMES = "Marta Oskar Yasmin Tobias Ingrid Rafael Noemi Viktor Leila Henrik Amara Dmitri"
 PLACES = "Oslo Lisbon Nairobi Quito Hanoi Tallinn Perth Cusco Malmo Accra Riga Turin"
 THINGS = "lanterns violins compasses kettles tulips anchors ledgers pigeons"
@@ -69,49 +66,21 @@ def make_needles(count: int = NUM_NEEDLES, seed: int = 0) -> list[Needle]:
     """
     draw = random.Random(seed)
     needles: list[Needle] = []
-    for number in range(count):
+    for _ in range(count):
         name, place, thing = (draw.choice(one.split()) for one in (NAMES, PLACES, THINGS))
-        amount = draw.randrange(1000, 10000)
-        if number % 2:
-            fact = f"The secret number of {name} from {place} is {amount}."
-            needles.append(Needle(fact, f"What is the secret number of {name} from {place}?"))
-        else:
-            fact = f"{name} keeps {amount} {thing} in a cellar in {place}."
-            needles.append(Needle(fact, f"What does {name} keep in {place}?"))
+        fact = f"{name} keeps {draw.randrange(1000, 10000)} {thing} in a cellar in {place}."
+        needles.append(Needle(fact, f"What does {name} keep in {place}?"))
     return needles
 
 
 def read_needles(path: Path | str) -> list[Needle]:
     """Read lines NEEDLE, tab, QUESTION."""
-    needles: list[Needle] = []
-    for number, line in enumerate(read_lines(path), 1):
-        columns = line.split("\t")
-        if line.strip():
-            if len(columns) != len(Needle._fields):
-                fact = f"{path} line {number} has {pluralise(len(columns), 'column')}"
-                raise SpecError(f"{fact}; write NEEDLE, tab, QUESTION")
-            needles.append(Needle(*columns))
-    if not needles:
-        raise SpecError(f"{path} has no needle; give at least one line NEEDLE, tab, QUESTION")
-    return needles
-
-
-# --- Texts with needles ---------------------------------------------------------------------------
-
-
-class TokenTexts(NamedTuple):
-    """Token ids of texts without the special tokens around them, and special ids before each."""
-
-    prefix: list[int]
-    texts: list[list[int]]
-
-    @staticmethod
-    def of(examples: Sequence[Example]) -> TokenTexts:
-        """Read the ids of examples."""
-        rows = [example.streams["text"] for example in examples]
-        first = rows[0].is_special.tolist()
-        prefix = rows[0].ids[: [*first, False].index(False)].tolist()
-        return TokenTexts(prefix, [row.ids[~row.is_special].tolist() for row in rows])
+    rows = [line.split("\t") for line in read_lines(path)]
+    for number, columns in enumerate(rows, 1):
+        if len(columns) != len(Needle._fields):
+            fact = f"{path} line {number} has {pluralise(len(columns), 'column')}"
+            raise SpecError(f"{fact}; write NEEDLE, tab, QUESTION")
+    return [Needle(*columns) for columns in rows]
 
 
 def check_decoder(model: nn.Module, what: str) -> None:
@@ -123,39 +92,44 @@ def check_decoder(model: nn.Module, what: str) -> None:
         raise SpecError(f"{fact} predicts {kind}; use a decoder such as GPT-2")
 
 
+def split_special(examples: Sequence[Example]) -> tuple[list[int], list[list[int]]]:
+    """Return the special ids before each text, and the other ids of the texts."""
+    rows = [example.streams["text"] for example in examples]
+    first = rows[0].is_special.tolist()
+    prefix = rows[0].ids[: [*first, False].index(False)].tolist()
+    return prefix, [row.ids[~row.is_special].tolist() for row in rows]
+
+
 class HiddenNeedle(NamedTuple):
-    """Token ids of a haystack with a needle, the question and the answer; the answer and the needle
-    have the tokens `needle`.
+    """Token ids of a haystack, a question and the answer, and the place of the needle in them; the
+    answer repeats the needle.
     """
 
     ids: Tensor
     needle: range
 
-    @staticmethod
-    def place(
-        filler: TokenTexts,
-        needle: Sequence[int],
-        question: Sequence[int],
-        length: int,
-        depth: float,
-    ) -> HiddenNeedle:
-        """Insert a needle between two texts of a haystack of `length` tokens, nearest to a depth.
-        The filler is repeated if it is shorter.
-        """
-        haystack: list[int] = []
-        boundaries = [0]
-        while len(haystack) < length:
-            haystack += filler.texts[(len(boundaries) - 1) % len(filler.texts)]
-            boundaries.append(min(len(haystack), length))
-        start = min(boundaries, key=lambda place: abs(place - depth * length))
-        before = [*filler.prefix, *haystack[:start]]
-        ids = [*before, *needle, *haystack[start:length], *question, *needle]
-        return HiddenNeedle(torch.tensor(ids), range(len(before), len(before) + len(needle)))
-
     @property
     def steps(self) -> slice:
         """The rows that predict the answer."""
         return slice(len(self.ids) - len(self.needle) - 1, len(self.ids) - 1)
+
+
+def hide_needle(
+    texts: Sequence[Sequence[int]], needle: Sequence[int], length: int, depth: float
+) -> tuple[list[int], int]:
+    """Return a haystack of `length` tokens with a needle between two texts, nearest to a depth, and
+    the place of the needle. Texts are repeated if they are shorter.
+
+    >>> hide_needle([[1, 2, 3], [4, 5]], [8, 9], 7, 0.5)
+    ([1, 2, 3, 8, 9, 4, 5, 1, 2], 3)
+    """
+    haystack: list[int] = []
+    boundaries = [0]
+    while len(haystack) < length:
+        haystack += texts[(len(boundaries) - 1) % len(texts)]
+        boundaries.append(min(len(haystack), length))
+    start = min(boundaries, key=lambda place: abs(place - depth * length))
+    return [*haystack[:start], *needle, *haystack[start:length]], start
 
 
 # --- Scores ---------------------------------------------------------------------------------------
@@ -187,81 +161,9 @@ def count_retrieved(
     is_copy_TS[:, hidden.needle.stop :] = False
     copies_THT = is_copy_TS[:, largest_HT].double()  # prediction of one step, keys of another
     retrieved_H = copies_THT.diagonal(dim1=0, dim2=2).sum(-1)
-    num_allowed_HT = allowed.sum(-1).clamp(min=1)
-    uniform_H = ((allowed & is_copy_TS).sum(-1) / num_allowed_HT).sum(-1).double()
+    uniform_H = ((allowed & is_copy_TS).sum(-1) / allowed.sum(-1)).sum(-1).double()
     permuted_H = copies_THT.sum((0, 2)) / len(predicted_T)
     return torch.stack([retrieved_H, uniform_H.expand_as(retrieved_H), permuted_H], -1)
-
-
-@dataclass(frozen=True)
-class RetrievalHead:
-    """Retrieval score of one head; `level` is the p-value corrected for all heads.
-
-    The chance level of the score is that of a random key or of permuted steps, whichever is higher.
-    """
-
-    name: str
-    site: str
-    head: int
-    score: Measure
-    level: float
-
-    @property
-    def is_retrieval(self) -> bool:
-        """True if the score is that of a retrieval head, and significant."""
-        return self.score.value >= MIN_RETRIEVAL and self.level < SIGNIFICANCE
-
-
-@dataclass(frozen=True, repr=False)
-class RetrievalResult(TableResult):
-    """Retrieval scores of all heads over the needles that a model found; no heads if it found none.
-
-    A test is one needle at one depth in one haystack.
-    """
-
-    model: str
-    needles: int
-    tests: int
-    num_found: int
-    heads: tuple[RetrievalHead, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def title(self) -> str:
-        """How many needles the model found."""
-        needles = pluralise(self.needles, "needle")
-        fact = f"{self.model} found {self.num_found} of {self.tests} hidden needles ({needles})"
-        return f"retrieval: {fact}{'' if self.heads else ': no score'}"
-
-    @property
-    def table(self) -> Table:
-        """A row for each head, the highest score first."""
-        if not self.heads:
-            return Table(self.title, ("head",), (), self.notes)
-        ranked = sorted(self.heads, key=lambda one: -one.score.value)
-        rows = [(one.name, *one.score[:4], one.level) for one in ranked]
-        number = choose_format([0.01])
-        alike = [Column(name, number) for name in ("score", "low", "high", "chance")]
-        columns = ("head", *alike, Column("p", format_p))
-        count = pluralise(sum(one.is_retrieval for one in self.heads), "retrieval head")
-        note = (
-            f"{count} of {len(self.heads)}: score {MIN_RETRIEVAL} or more, corrected p below 0.05"
-        )
-        return Table(f"{self.title}; {INTERVAL_NOTE}", columns, rows, (note, *self.notes))
-
-    @property
-    def top_table(self) -> Table:
-        """The first rows of the table."""
-        table = self.table
-        return replace(table, rows=table.rows[:NUM_SHOWN])
-
-    def __str__(self) -> str:
-        return to_text(self.top_table)
-
-    @property
-    def data(self) -> dict[str, Any]:
-        """Dictionary of plain values, ready for JSON."""
-        return to_plain(self)
 
 
 def measure_retrieval(
@@ -270,108 +172,117 @@ def measure_retrieval(
     texts: Any = None,
     *,
     lengths: Sequence[int] = LENGTHS,
-    depths: Sequence[float] = DEPTHS,
     tokenizer: object = None,
     progress: Callable[[int], object] = lambda _: None,
-) -> RetrievalResult:
-    """Measure which heads retrieve needles from haystacks made of `texts`, as this module defines.
+) -> HeadTable:
+    """Measure which heads retrieve needles from haystacks made of `texts`, as this module defines:
+    a table with the measure "retrieval".
 
-    Every needle is hidden at every depth, in haystacks whose lengths alternate. Without needles
-    those of `make_needles` are used, without texts the general ones of headwise. Intervals and
-    p-values are over needles.
+    Every needle is hidden at every depth, in haystacks of alternating length. Without needles those
+    of `make_needles` are used, without texts the general ones of headwise. Intervals and p-values
+    are over needles.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
     >>> net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
-    >>> print(measure_retrieval(net, make_needles(2), lengths=[60], tokenizer="bytes").title)
-    retrieval: gpt2 found 0 of 10 hidden needles (2 needles): no score
+    >>> measure_retrieval(net, make_needles(2), lengths=[60], tokenizer="bytes").notes[0]
+    'the model found 0 of 10 hidden needles: no score'
     """
-    needles = needles or make_needles()
     with text_reader(model, tokenizer) as reader:
         check_decoder(reader, "the needle test")
         examples, notes = read_texts(reader, texts or read_lines(GENERAL_TEXTS), min_count=1)
-        filler = TokenTexts.of(examples)
+        prefix, filler = split_special(examples)
         read_row = make_reader(reader).read_source
-        encoded: list[tuple[list[int], list[int]]] = []
-        for needle in needles:
-            rows = [
-                annotate_row(read_row(text))
-                for text in (f" {needle.text}", f"\nQuestion: {needle.question}\nAnswer:")
-            ]
-            own, question = (row.ids[~row.is_special].tolist() for row in rows)
-            encoded.append((own, question))
-        around = len(filler.prefix) + max(2 * len(own) + len(asked) for own, asked in encoded)
-        fitting = _fitting_lengths(reader, lengths, around)
-        if len(fitting) < len(lengths):
-            notes = (*notes, f"haystacks of {max(lengths)} tokens do not fit: left out")
+        limit = get_max_length(reader)
         tests: list[tuple[int, HiddenNeedle]] = []
-        for number, (own, question) in enumerate(encoded):
-            for place, depth in enumerate(depths):
+        for number, needle in enumerate(needles or make_needles()):
+            asked = f"\nQuestion: {needle.question}\nAnswer:"
+            rows = [annotate_row(read_row(text)) for text in (f" {needle.text}", asked)]
+            own, question = (row.ids[~row.is_special].tolist() for row in rows)
+            around = len(prefix) + 2 * len(own) + len(question)
+            fitting = [one for one in lengths if limit is None or one + around <= limit]
+            if not fitting:
+                fact = f"a haystack of {min(lengths)} tokens with a needle has"
+                fact = f"{fact} {min(lengths) + around}, and {get_model_name(reader)} takes {limit}"
+                raise SpecError(f"{fact}; give shorter lengths= or needles")
+            for place, depth in enumerate(DEPTHS):
                 length = fitting[(number + place) % len(fitting)]
-                tests.append((number, HiddenNeedle.place(filler, own, question, length, depth)))
-        return run_hidden_needles(reader, tests, len(needles), notes, progress)
-
-
-def _fitting_lengths(model: nn.Module, lengths: Sequence[int], around: int) -> list[int]:
-    """Return the lengths of haystacks for which a model has positions."""
-    limit = get_max_length(model)
-    fitting = [length for length in lengths if limit is None or length + around <= limit]
-    if not fitting:
-        fact = f"a haystack of {min(lengths)} tokens with a needle has {min(lengths) + around}"
-        name = get_model_name(model)
-        raise SpecError(f"{fact}, and {name} takes {limit}; give shorter lengths= or needles")
-    return fitting
+                haystack, start = hide_needle(filler, own, length, depth)
+                start += len(prefix)
+                ids = torch.tensor([*prefix, *haystack, *question, *own])
+                tests.append((number, HiddenNeedle(ids, range(start, start + len(own)))))
+        return run_hidden_needles(reader, tests, progress).with_notes(notes)
 
 
 def run_hidden_needles(
     model: nn.Module,
     tests: Sequence[tuple[int, HiddenNeedle]],
-    num_needles: int,
-    notes: tuple[str, ...] = (),
     progress: Callable[[int], object] = lambda _: None,
-) -> RetrievalResult:
+) -> HeadTable:
     """Run a model on hidden needles with their numbers, and rate every head over needles."""
     sites = [one for one in require_ability(model, "observe") if one.site.kind == "attention"]
-    names = [one.site.name for one in sites]
-    places = [(one.site.name, head) for one in sites for head in range(one.site.q)]
-    counts = np.zeros(num_needles)
-    sums = np.zeros((num_needles, len(places), 3))
+    num_heads = sum(one.site.q for one in sites)
+    num_needles = 1 + max(number for number, _ in tests)
+    sums = np.zeros((num_needles, num_heads, 3))
+    counts = np.zeros((num_needles, num_heads))
     num_found = 0
     for done, (number, hidden) in enumerate(tests, 1):
-        hooks = {name: LargestKeyHook(hidden.steps) for name in names}
+        hooks = {one.site.name: LargestKeyHook(hidden.steps) for one in sites}
         output = run_observed(model, hidden.ids[None, :-1], sites, hooks)
         predicted_T = get_output_tensor(output)[0, hidden.steps].argmax(-1).cpu()
-        answer_T = hidden.ids[-len(hidden.needle) :]
-        if (predicted_T == answer_T).double().mean() >= MIN_FOUND:
+        is_right = predicted_T == hidden.ids[-len(hidden.needle) :]
+        if is_right.double().mean() >= MIN_FOUND:
             num_found += 1
-            counts[number] += len(answer_T)
+            counts[number] += len(is_right)
             by_site = [
-                count_retrieved(hook.largest_HT, hook.allowed, hidden, predicted_T)
-                for hook in hooks.values()
+                count_retrieved(one.largest_HT, one.allowed, hidden, predicted_T)
+                for one in hooks.values()
             ]
             sums[number] += torch.cat(by_site).numpy()
         progress(done)
-    heads: list[RetrievalHead] = []
-    if num_found:
-        scores, levels = rate_heads(sums, counts)
-        for place, score, level in zip(places, scores, levels, strict=True):
-            heads.append(RetrievalHead(print_head(*place, names), *place, score, level))
-    fields = (get_model_name(model), num_needles, len(tests), num_found)
-    return RetrievalResult(*fields, tuple(heads), notes)
+    measures = rate_heads(sums, counts)
+    levels = correct_p_values([one.p for one in measures])
+    pairs = zip(measures, levels, strict=True)
+    count = sum(one.value >= MIN_RETRIEVAL and level < SIGNIFICANCE for one, level in pairs)
+    note = f"the model found {num_found} of {len(tests)} hidden needles"
+    rule = f"score {MIN_RETRIEVAL} or more, corrected p below {SIGNIFICANCE}"
+    more = f"{count} of {num_heads} heads are retrieval heads ({rule})" if num_found else "no score"
+    texts = pluralise(num_needles, "needle")
+    heads = rows_of_heads([one.site for one in sites], [{RETRIEVAL: one} for one in measures])
+    return HeadTable(get_model_name(model), texts, heads, (f"{note}: {more}",))
 
 
-def rate_heads(sums: Array, counts: Array) -> tuple[list[Measure], list[float]]:
-    """Return the score of every head with its interval over needles, and corrected p-values, from
-    the numbers of `count_retrieved` [needles, heads, 3] and the numbers of tokens [needles].
+def rows_of_heads(
+    sites: Sequence[Site], measures: Sequence[dict[str, Measure]]
+) -> tuple[HeadMeasures, ...]:
+    """Return a row for every head of these sites, with its measures."""
+    heads: list[HeadMeasures] = []
+    for site in sites:
+        for head in range(site.q):
+            place = (site.stack, site.kind, site.layer, head, head * site.kv // site.q, site.name)
+            heads.append(HeadMeasures(*place, measures[len(heads)]))
+    return tuple(heads)
+
+
+def rate_heads(sums: Array, counts: Array) -> list[Measure]:
+    """Return the score of every head with its interval over needles, from the numbers of
+    `count_retrieved` [needles, heads, 3] and the numbers of tokens [needles, heads].
+
+    The chance level is that of a random key or of permuted steps, whichever is higher.
     """
-    tokens = np.broadcast_to(counts[:, None], sums.shape[:2])
-    chances = [ratio_of_sums(sums[..., n], tokens) for n in (1, 2)]
-    is_permuted = chances[1] > chances[0]
-    baseline = np.where(is_permuted, sums[..., 2], sums[..., 1])
-    estimate = Jackknife.of_ratio(sums[..., 0], tokens)
+    chances = ratio_of_sums(sums, counts[..., None])
+    baseline = np.where(chances[:, 2] > chances[:, 1], sums[..., 2], sums[..., 1])
+    estimate = Jackknife.of_ratio(sums[..., 0], counts)
     low, high = estimate.interval()
-    p = excess_p_values((sums[..., 0], tokens), (baseline, tokens))
-    chance = np.maximum(*chances)
-    rows = tokens.sum(0)
-    columns = np.stack([estimate.value, np.maximum(low, 0), high, chance, rows, p], 1)
-    return [Measure(*column) for column in columns.tolist()], correct_p_values(p).tolist()
+    p = excess_p_values((sums[..., 0], counts), (baseline, counts))
+    chance = ratio_of_sums(baseline, counts)
+    columns = (estimate.value, np.maximum(low, 0), high, chance, counts.sum(0), p)
+    return [Measure(*column) for column in np.stack(columns, 1).tolist()]
+
+
+def retrieval_table(table: HeadTable) -> Table:
+    """Return the heads that retrieve most; none without scores."""
+    is_scored = bool(table.heads[0].measures[RETRIEVAL].rows)
+    ranking = table.ranking(RETRIEVAL)
+    rows = [row[:-1] for row in ranking.rows[: NUM_SHOWN * is_scored]]  # without classes
+    return replace(ranking, columns=ranking.columns[:-1], rows=rows)
