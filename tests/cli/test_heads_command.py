@@ -11,6 +11,7 @@ import headwise as hw
 from headwise.observe import bundled_sample
 from headwise.observe.head_analysis.annotated_examples import GENERAL_TEXTS
 from headwise.observe.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
+from headwise.observe.head_analysis.retrieval_heads import StreamingHeads
 from headwise.report.render import to_text
 from support import command_help
 from support.command_help import run_json, run_ok
@@ -179,3 +180,23 @@ def test_needles_add_a_measure_or_say_that_none_was_found(tmp_path, capsys):
     out = run_ok(capsys, "heads", tmp_path / "net", more)
     assert "the model found 0 of 10 hidden needles: no score" in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_streaming_writes_a_list_that_models_run(folders, tmp_path, capsys):
+    (tmp_path / "lines").write_text("one of the texts\nanother text\na third one\n")
+    out = tmp_path / "list"
+    more = f"--data {tmp_path / 'lines'} --streaming {out} --sinks 1 --window 3"
+    shown = run_ok(capsys, "heads", folders["gpt2"], more)
+    assert "streaming_change" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    heads = StreamingHeads.read(out)
+    assert heads[1:] == (1, 3)
+    data = run_json(capsys, "heads", folders["gpt2"], more, "--overwrite")
+    scores = heads.scores.ravel().tolist()
+    for head, score in zip(data["heads"], scores, strict=True):
+        assert head["measures"]["streaming_change"]["value"] == pytest.approx(score) or score == 1
+        assert 0 <= head["measures"]["outside"]["value"] <= 1
+    again = f"--data {tmp_path / 'lines'} --streaming {tmp_path / 'new'} --window 400"
+    (code, _, err) = run_command(capsys, folders["gpt2"], again)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "streaming heads with 64 sinks and a window of 400 need passages of 928" in err

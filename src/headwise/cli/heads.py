@@ -26,8 +26,10 @@ from .arguments import (
     supports_style,
 )
 from .options import (
+    Count,
     InputFile,
     InputFiles,
+    Natural,
     Positive,
     UsageError,
     Words,
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from ..observe.head_analysis.annotated_examples import Example
     from ..observe.head_analysis.head_redundancy import RedundancyResult
     from ..observe.head_analysis.head_table import HeadTable, ImportanceResult
-    from ..observe.head_analysis.needle_test import Needle
+    from ..observe.head_analysis.retrieval_heads import Needle
 
 TRACE_SUFFIX = ".trace"
 ANNOTATED_TEXTS = ("--conllu", "--align", "--task")  # these have further measures
@@ -80,6 +82,10 @@ class HeadsOptions(TextOptions):
     long texts:
     --needles  measure which heads retrieve facts that are hidden in the texts
     --needle-file FILE  hide these facts: lines NEEDLE, tab, QUESTION (default: 10 that are made up)
+    --streaming DIR  measure which heads need only the first and latest tokens, and write their
+        scores to this folder, as DuoAttention and kvpress read them
+    --sinks COUNT  first tokens that streaming heads keep
+    --window COUNT  latest tokens that streaming heads keep
 
     details of the measurement:
     --align SOURCE TARGET GOLD  read parallel lines, and word alignments as in 0-0 1-2 2?3
@@ -113,9 +119,13 @@ class HeadsOptions(TextOptions):
         "normalise_layers": "importance",
         "address": "engine",
         "needle_file": "needles",
+        **dict.fromkeys(("sinks", "window"), "streaming"),
     }
-    excludes = ("images importance", "images tokenizer", "images needles")
-    outputs = {"out": "observe.head_analysis.head_report:HEAD_REPORT"}
+    excludes = ("images importance", "images tokenizer", "images needles", "images streaming")
+    outputs = {
+        "out": "observe.head_analysis.head_report:HEAD_REPORT",
+        "streaming": "observe.head_analysis.retrieval_heads:STREAMING_HEADS",
+    }
     images: str | None = None
     sort: str | None = None
     importance: str | None = None
@@ -134,6 +144,9 @@ class HeadsOptions(TextOptions):
     collapse: bool = False
     needles: bool = False
     needle_file: InputFile | None = None
+    streaming: str | None = None
+    sinks: Natural = 64
+    window: Count = 256
     align_files: InputFiles = ()
     sinks_first: bool = False
     criteria: str = "ours"
@@ -189,6 +202,7 @@ class HeadsOptions(TextOptions):
             ]
             measures = [*HEAD_METRICS, *published, *(["importance"] if self.importance else [])]
             measures += ["retrieval"] if self.needles else []
+            measures += ["outside", "streaming_change"] if self.streaming else []
             check_choice("--sort", self.sort, measures)
         self.read_needles()  # refuses wrong lines
         if self.engine == "ray" and is_annotated:
@@ -197,7 +211,7 @@ class HeadsOptions(TextOptions):
 
     def read_needles(self) -> list[Needle]:
         """Return the needles of --needle-file; without it, made-up ones."""
-        from ..observe.head_analysis.needle_test import make_needles, read_needles
+        from ..observe.head_analysis.retrieval_heads import make_needles, read_needles
 
         file = self.needle_file
         return make_needles(seed=self.seed) if file is None else read_needles(file)
@@ -234,7 +248,7 @@ def run_extras(
     """Run the requested analyses; `measure` makes the head table of another model. Return the table
     and the results.
     """
-    from ..observe.head_analysis import head_circuits, needle_test, rank_analysis
+    from ..observe.head_analysis import head_circuits, rank_analysis, retrieval_heads as long
 
     extras = ExtraAnalyses()
     if args.importance is not None:
@@ -253,15 +267,23 @@ def run_extras(
         )
         extras.items.append(result.grid)
         extras.add("importance", result.data, replace(result, notes=()).table)
-        by_head = {(one.site, one.head): {"importance": one.measure} for one in result.heads}
-        table = _add_measures(table, by_head).with_notes(result.notes)
+        table = _add_measures(table, [(one, {"importance": one.measure}) for one in result.heads])
+        table = table.with_notes(result.notes)
+    over_long_texts: list[tuple[str, HeadTable]] = []
     if args.needles:
         needles = args.read_needles()
-        progress = report.counter("hidden needles", len(needles) * len(needle_test.DEPTHS), "texts")
-        retrieval = needle_test.measure_retrieval(model, needles, examples, progress=progress)
-        extras.add("retrieval", retrieval.data, needle_test.retrieval_table(retrieval))
-        by_head = {(one.site, one.head): one.measures for one in retrieval.heads}
-        table = _add_measures(table, by_head)
+        progress = report.counter("hidden needles", len(needles) * len(long.DEPTHS), "texts")
+        retrieval = long.measure_retrieval(model, needles, examples, progress=progress)
+        over_long_texts.append((long.RETRIEVAL, retrieval))
+    if args.streaming is not None:
+        report("measuring streaming heads")
+        sizes = {"sinks": args.sinks, "window": args.window}
+        streaming = long.measure_streaming(model, examples, **sizes)
+        long.StreamingHeads.of(streaming, **sizes).write(args.streaming, args.existing)
+        over_long_texts.append((long.CHANGE, streaming))
+    for name, one in over_long_texts:
+        extras.add(name, one.data, long.top_heads(one, name))
+        table = _add_measures(table, [(head, head.measures) for head in one.heads])
     baseline = None
     if args.random_baseline:
         from ..observe.head_analysis.head_circuits import make_random_baseline
@@ -291,11 +313,12 @@ def run_extras(
 
 
 def _add_measures(
-    table: HeadTable, by_head: Mapping[tuple[str, int], Mapping[str, Estimate]]
+    table: HeadTable, measured: Sequence[tuple[Any, Mapping[str, Estimate]]]
 ) -> HeadTable:
-    """Return the table with more measures of the heads that have them."""
+    """Return the table with more measures of some heads."""
+    more = {(head.site, head.head): measures for head, measures in measured}
     heads = [
-        replace(one, measures={**one.measures, **by_head.get((one.site, one.head), {})})
+        replace(one, measures={**one.measures, **more.get((one.site, one.head), {})})
         for one in table.heads
     ]
     return replace(table, heads=tuple(heads))

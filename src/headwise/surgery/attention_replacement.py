@@ -1,11 +1,13 @@
-"""Copies of a model with some attentions replaced, shrunk or removed; all other weights are copied
-unchanged. Biases and query-key transforms can be folded into neighbouring weights.
+"""Copies of a model with some attentions replaced, shrunk or removed, or with streaming heads; all
+other weights are copied unchanged. Biases and query-key transforms can be folded into neighbouring
+weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -16,6 +18,8 @@ from ..attention.head_axis_ops import keep_heads
 from ..attention.interfaces import Modifier, QKTransform
 from ..attention.interfaces.core_types import PartParams, Phase
 from ..attention.interfaces.part import field_defaults
+from ..attention.masking.pattern_base import PerHead, head_pattern, select_heads
+from ..attention.masking.patterns import Causal, First, Window
 from ..attention.spec.attention_spec import AttentionSpec
 from ..hub.pretrained_models import copy_live_model
 from ..kernels.devices import to_float64
@@ -23,6 +27,7 @@ from ..models import Transformer, build
 from ..models.feed_forward import NormLayer
 from ..models.model_spec import BlockSpec, ModelSpec, StackSpec
 from ..models.model_spec.model import ATTENTION_SUBLAYERS, group_blocks
+from ..observe.head_analysis.retrieval_heads import StreamingHeads
 from ..util.errors import SpecError, suggest
 from .pruning_plan import check_heads
 
@@ -179,6 +184,53 @@ def _tensors(
             is_buffer = name in buffers and site not in changes
             copy_dtype = torch.promote_types(tensor.dtype, dtype) if is_buffer else dtype
         yield name, tensor.detach().to(copy_dtype, copy=True).contiguous()
+
+
+# --- Streaming heads (DuoAttention, 2410.10819) ---
+
+
+def use_streaming_heads(
+    model: nn.Module,
+    heads: StreamingHeads | Path | str,
+    *,
+    sparsity: float = 0.5,
+    threshold: float | None = None,
+) -> Transformer:
+    """Return a copy of a decoder in which streaming heads attend to first and latest tokens alone,
+    and so does its KV cache.
+
+    `heads` are scores or their folder. The share `sparsity` of key-value heads with the lowest
+    scores streams, or with `threshold` all heads below it.
+
+    >>> import headwise as hw, numpy as np
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
+    >>> scores = StreamingHeads(np.array([[0.1, 0.7]]), sinks=2, window=3)
+    >>> [(_, spec)] = use_streaming_heads(net, scores).spec.attention_specs()
+    >>> spec.pattern.text
+    'perhead((window(3) | first(2), causal()), (0, 1))'
+    """
+    net = to_native_model(model)
+    heads = heads if isinstance(heads, StreamingHeads) else StreamingHeads.read(heads)
+    is_streaming = heads.select(sparsity=sparsity, threshold=threshold)
+    specs = dict(net.spec.attention_specs())
+    sizes = [spec.heads.kv for spec in specs.values()]
+    if [is_streaming.shape[1]] * len(is_streaming) != sizes:
+        layers, count = is_streaming.shape
+        fact = f"the scores are for {layers} layers of {count} key-value heads"
+        raise SpecError(f"{fact}, and {net.spec.name} has {sizes}; measure this model")
+    streaming = Window(heads.window) | First(heads.sinks)
+    changes: dict[str, AttentionChange] = {}
+    for layer, (site, spec) in enumerate(specs.items()):
+        patterns = [head_pattern(spec.pattern, head) for head in range(spec.heads.q)]
+        for head, kv in enumerate(spec.heads.kv_head_of_query):
+            if is_streaming[layer, kv]:
+                is_causal = patterns[head] == Causal()
+                patterns[head] = streaming if is_causal else patterns[head] & streaming
+        pattern = select_heads(PerHead.from_heads(patterns), range(spec.heads.q))
+        weights = get_attention_parameters(net, site)
+        changes[site] = AttentionChange(replace(spec, pattern=pattern), weights)
+    return replace_attentions(net, changes)
 
 
 # --- Removal of heads, equal to zero ablation -----------------------------------------------------

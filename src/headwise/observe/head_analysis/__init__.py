@@ -12,7 +12,8 @@ redundant.
   names heads by them.
 - Linguistic roles: `dependency_syntax` (dependency relations, attention probe) and `word_alignment`
   (translation).
-- Copying: `needle_test` finds the heads that retrieve a sentence from a long text.
+- Long texts: `retrieval_heads` finds the heads that copy what is hidden in a text, and those that
+  need only the first and latest tokens.
 - Importance: `head_importance` runs the methods of `importance_methods` and `lrp` for one of the
   `objectives`, and returns an `ImportanceResult` (`head_table`).
 - Redundancy: `head_redundancy` compares heads by the distances of `head_similarity`.
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
     from .edge_attribution import attribute_edges
     from .head_circuits import make_random_baseline
     from .head_classes import classify_heads
-    from .needle_test import measure_retrieval
     from .path_patching import patch_paths
     from .rank_analysis import measure_qk_spectra
+    from .retrieval_heads import measure_retrieval, measure_streaming
 
 _MODULE_OF_NAME = {
     "TokenMetric": "circuit_metrics",
@@ -51,7 +52,8 @@ _MODULE_OF_NAME = {
     "classify_heads": "head_classes",
     "make_random_baseline": "head_circuits",
     "measure_qk_spectra": "rank_analysis",
-    "measure_retrieval": "needle_test",
+    "measure_retrieval": "retrieval_heads",
+    "measure_streaming": "retrieval_heads",
     "patch_paths": "path_patching",
 }
 __all__ = sorted(_MODULE_OF_NAME)

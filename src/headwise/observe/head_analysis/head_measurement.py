@@ -528,16 +528,24 @@ def _measure_sites(
         if names:
             for head, measure in _metric_measures(metric_sums, names, metric, with_sink):
                 measures.setdefault(head, {})[metric.name] = measure
+    for head, by_metric in measures.items():
+        for more in collected:
+            by_metric |= more.get(head, {})
+    return rows_of_heads(sites, measures)
+
+
+def rows_of_heads(
+    sites: Sequence[Site | AttentionRecord],
+    measures: Mapping[tuple[str, int], Mapping[str, Measure]],
+) -> list[HeadMeasures]:
+    """Return the rows of a table: the heads of these sites with their measures by site and head."""
     heads: list[HeadMeasures] = []
     num_heads = Counter(name for name, _ in measures)
     for site in sites:
         heads_per_kv = max(1, num_heads[site.name] // max(1, site.kv))
         for head in range(num_heads[site.name]):
-            by_metric = measures[site.name, head]
-            for more in collected:
-                by_metric |= more.get((site.name, head), {})
             place = (site.stack, site.kind, site.layer, head, head // heads_per_kv, site.name)
-            heads.append(HeadMeasures(*place, by_metric))
+            heads.append(HeadMeasures(*place, measures[site.name, head]))
     return heads
 
 

@@ -161,7 +161,7 @@ class TargetLoss(Objective):
         check_known("loss", self.name, LOSS_NAMES)
 
     def unsupported_reason(self, model: nn.Module, example: Example) -> str:
-        reason = _other_head(model, self.name)
+        reason = other_head_reason(model, self.name)
         is_labelled = self.name != "label" or _get_labels(example) is not None
         return reason or ("" if is_labelled else "the texts come without labels")
 
@@ -201,7 +201,7 @@ class MaskedTokenLoss(Objective):
             raise ValueError(f"mask_fraction must be > 0 and <= 1, got {self.mask_fraction!r}")
 
     def unsupported_reason(self, model: nn.Module, example: Example) -> str:
-        reason = _other_head(model, self.name)
+        reason = other_head_reason(model, self.name)
         if reason:
             return reason
         if self.mask_id is None and _get_labels(example) is None and find_mask_id(model) is None:
@@ -329,8 +329,8 @@ def choose_objective(
     return OutputDrift(), f"the objective is {drift}: {reason}"
 
 
-def _other_head(model: nn.Module, name: str) -> str:
-    """Why a model's own head does not have the loss `name`; empty if it has."""
+def other_head_reason(model: nn.Module, name: str) -> str:
+    """Return why a model's own head does not have the loss `name`; empty if it has."""
     own = detect_head_objective(model)
     head = f"a {own} head" if own else "no head"
     return "" if own == name else f"{type(model).__name__} has {head}, so no {name} loss"

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.observe.head_analysis.needle_test import (
+from headwise.observe.head_analysis.retrieval_heads import (
     HiddenNeedle,
     Needle,
+    find_decoder_sites,
     hide_needle,
     make_needles,
     read_needles,
-    retrieval_table,
     run_hidden_needles,
+    top_heads,
 )
 from headwise.report.data import Estimate as Measure
 from headwise.util.errors import SpecError
@@ -45,7 +46,7 @@ def hide(before: list[int], needle: list[int], behind: list[int], question: int)
 
 def run(model: Any, tests: list[HiddenNeedle]) -> tuple[dict[str, Measure], str]:
     """The scores of the heads by name, and the note."""
-    table = run_hidden_needles(model, list(enumerate(tests)))
+    table = run_hidden_needles(model, find_decoder_sites(model), list(enumerate(tests)))
     return {table.name(one): one.measures["retrieval"] for one in table.heads}, table.notes[0]
 
 
@@ -147,7 +148,7 @@ def test_a_model_that_finds_nothing_has_no_scores():
     table = hw.head_analysis.measure_retrieval(net, lengths=[40], tokenizer="bytes")
     assert table.notes[0] == "the model found 0 of 50 hidden needles: no score"
     assert all(np.isnan(one.measures["retrieval"].value) for one in table.heads)
-    assert not retrieval_table(table).rows
+    assert not top_heads(table, "retrieval").rows
 
 
 def test_needles_follow_the_seed_and_files(tmp_path):
@@ -165,7 +166,7 @@ def test_needles_follow_the_seed_and_files(tmp_path):
 
 
 @pytest.mark.parametrize(("config", "words"), refused_cases(__file__, "needles", {}))
-def test_models_without_a_needle_test(config, words):
+def test_models_without_a_retrieval_heads(config, words):
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     with pytest.raises(ValueError, match=words):
         hw.head_analysis.measure_retrieval(net, tokenizer="bytes")
