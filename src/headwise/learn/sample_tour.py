@@ -385,8 +385,8 @@ def show_kept_heads(tour: Tour, pruning: dict[str, Any]) -> Table:
     most = max(counts.values())
     rows: list[list[str]] = []
     for site, count in counts.items():
-        kept = pruning["keep"].get(site, range(count))  # a site that is not named keeps all
-        marks = ["█" if head in kept else "·" for head in range(count)]
+        heads = pruning["keep"].get(site, range(count))  # a site that is not named keeps all
+        marks = ["█" if head in heads else "·" for head in range(count)]
         rows.append([site, *marks, *[""] * (most - count)])
     return Table(tour.text("kept"), [localise("site"), *map(str, range(most))], rows)
 
