@@ -78,8 +78,8 @@ TEXTS = SAMPLE_TEXTS | {
     "induction": (
         "Random tokens that are repeated cost {full:.2f} nats a token less the second time. "
         "Without the {count} induction heads the gain is {ablated:.2f}, without {others} random "
-        "heads of the same layers {random:.2f}: induction heads lower it by {value:.2f} more (95 % interval "
-        "{low:.2f} to {high:.2f}, {texts} texts).",
+        "heads of the same layers {random:.2f}: induction heads lower it by {value:.2f} more "
+        "(95 % interval {low:.2f} to {high:.2f}, {texts} texts).",
         "重复一遍的随机词元在第二遍时，每个词元的损失减少 {full:.2f} 奈特。没有 {count} 个归纳头时减少 "
         "{ablated:.2f}，没有同样各层中随机的 {others} 个头时减少 {random:.2f}：归纳头使其多下降 "
         "{value:.2f}（95 % 区间 {low:.2f} 至 {high:.2f}，{texts} 段文本）。",
