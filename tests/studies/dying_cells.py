@@ -12,10 +12,13 @@ from typing import Any, Never
 
 from torch import nn
 
-from headwise.observe.head_analysis.annotated_examples import Example
-from headwise.observe.head_analysis.head_measurement import MeasureOptions
 from headwise.studies import process_engine
-from headwise.studies.process_engine import SumsByExample, run_cell_elsewhere, sum_shard_elsewhere
+from headwise.studies.process_engine import (
+    ShardResult,
+    ShardTask,
+    run_cell_elsewhere,
+    sum_shard_elsewhere,
+)
 from headwise.studies.run_cell import run_cell
 
 MARKERS = "HEADWISE_TEST_MARKERS"
@@ -44,22 +47,17 @@ def run_or_die_elsewhere(config: Mapping[str, Any], part_files: Sequence[str]) -
 
 
 def sum_or_die_elsewhere(
-    model: nn.Module,
-    examples: Sequence[Example],
-    options: MeasureOptions,
-    part_files: Sequence[str],
-) -> SumsByExample:
+    model: nn.Module, task: ShardTask, part_files: Sequence[str]
+) -> ShardResult:
     """Measure a shard of texts in a worker of Ray, but end the process the first time; `MARKERS`
     counts them.
     """
-    marker = (
-        Path(os.environ[MARKERS])
-        / f"died-{'-'.join(map(str, examples[0].inputs['x'][0].tolist()))}"
-    )
+    ids = task[0][0].inputs["x"][0].tolist()
+    marker = Path(os.environ[MARKERS]) / f"died-{'-'.join(map(str, ids))}"
     if not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return sum_shard_elsewhere(model, examples, options, part_files)
+    return sum_shard_elsewhere(model, task, part_files)
 
 
 def die_before_the_cell(*_: object) -> Never:

@@ -24,6 +24,7 @@ from headwise.observe.head_analysis.head_measurement import (
     measure_heads,
     sum_examples,
 )
+from headwise.observe.head_analysis.top_sequences import SequenceCollector
 from headwise.studies import process_engine
 from headwise.studies.process_engine import SHARD_SIZE, ProcessEngine, RayEngine, RayHeads
 from headwise.studies.run_cell import HeadSpread
@@ -99,14 +100,18 @@ def test_heads_of_shards_whose_workers_die_are_those_of_one_process(
     monkeypatch.setattr(process_engine, "sum_shard_elsewhere", dying_cells.sum_or_die_elsewhere)
     net, examples = make_heads()
     counts: list[int] = []
+    options = MeasureOptions(engine=RayHeads(two_nodes))
+    collectors = [SequenceCollector(count=2) for _ in range(2)]
     on_ray = measure_heads(
-        net, examples, options=MeasureOptions(engine=RayHeads(two_nodes)), progress=counts.append
+        net, examples, options=options, collectors=collectors[:1], progress=counts.append
     )
     assert len(list(tmp_path.glob("died-*"))) == 3  # every shard lost its first worker
     assert counts == [SHARD_SIZE, 2 * SHARD_SIZE, len(examples)]
     with use_threads(1):
-        local = measure_heads(net, examples)
+        local = measure_heads(net, examples, collectors=collectors[1:])
     assert json.dumps(on_ray.data) == json.dumps(local.data)  # bit for bit
+    kept, expected = (json.dumps(one.result(net).data) for one in collectors)
+    assert kept == expected
 
 
 def test_merged_sums_do_not_depend_on_the_shards():
@@ -132,7 +137,7 @@ def test_merged_sums_do_not_depend_on_the_shards():
 
 
 def test_heads_refusals(tmp_path, monkeypatch, capsys):
-    net, examples = make_heads()
+    net, _ = make_heads()
     hw.save(net, tmp_path / "net")
     (tmp_path / "texts.txt").write_text("1 2 3\n")
     command = ["heads", str(tmp_path / "net"), "--data", str(tmp_path / "texts.txt")]
@@ -143,23 +148,12 @@ def test_heads_refusals(tmp_path, monkeypatch, capsys):
     ]:
         assert main([*command, *wrong]) == 2
         assert words in capsys.readouterr().err
-    parsed = [
-        "heads",
-        str(tmp_path / "net"),
-        "--conllu",
-        str(tmp_path / "texts.txt"),
-        "--engine",
-        "ray",
-    ]
-    assert main(parsed) == 2
-    assert "without dependencies and alignments" in capsys.readouterr().err
     with pytest.raises(
         SpecError, match=r"needs Ray; pip install 'headwise\[ray\]', or use --engine local"
     ):
         RayHeads()
-    options = MeasureOptions(engine=lambda *_: MetricSums([]))
-    with pytest.raises(ValueError, match="are measured in one process; leave the engine out"):
-        measure_heads(net, examples, options=options, collectors=[HeadSpread()])
+    with pytest.raises(ValueError, match="HeadSpread runs in one process; leave the engine out"):
+        HeadSpread().merge(HeadSpread())
 
 
 LOST_TASK_ERRORS = ("OutOfMemoryError", "WorkerCrashedError", "NodeDiedError", "ObjectLostError")

@@ -43,10 +43,11 @@ if TYPE_CHECKING:
     from ..observe.head_analysis.head_redundancy import RedundancyResult
     from ..observe.head_analysis.head_table import HeadTable, ImportanceResult
     from ..observe.head_analysis.retrieval_heads import Needle
+    from ..observe.head_analysis.top_sequences import SequenceCollector
 
 TRACE_SUFFIX = ".trace"
 ANNOTATED_TEXTS = ("--conllu", "--align", "--task")  # these have further measures
-ONE_TEXT = ("show", "head", "target")  # options that need --text
+ONE_TEXT = ("show", "target")  # options that need --text
 
 
 @options
@@ -71,7 +72,15 @@ class HeadsOptions(TextOptions):
     --show VIEW  weights, norms (weights times the length of values after W_O), rollout, or logits
         (what heads add to the likeliest next token)
     --target TEXT  target text, for an encoder-decoder model
-    --head HEAD  weights or norms of this head, such as L3H2 (default: the mean of all heads)
+    --head HEAD  weights or norms of this head, such as L3H2, or with --sequences instead of --text
+        its texts (default: the mean of all heads, or the strongest text of each)
+
+    heads over a data set:
+    --sequences COUNT  keep the COUNT texts on which each head is strongest, and some of each decile
+    --by MEASURE  with --sequences, what makes a head strong: largest (its largest weight apart from
+        sinks), or the weight of a query as previous, self, next, duplicate, induction or
+        punctuation
+    --jobs COUNT  measure texts in this many processes (default: in this one)
 
     weights and hidden states:
     --circuits  copying score of each head, and the norms of its slice of W_O and of W_V W_O
@@ -112,6 +121,7 @@ class HeadsOptions(TextOptions):
         "show": "weights norms rollout logits",
         "criteria": "observe.head_analysis.head_classes:CLASSIFIERS",
         "engine": "local ray",
+        "by": "observe.head_analysis.top_sequences:SEQUENCE_MEASURES",
     }
     needs = {
         **dict.fromkeys(ONE_TEXT, "text"),
@@ -120,8 +130,12 @@ class HeadsOptions(TextOptions):
         "address": "engine",
         "needle_file": "needles",
         **dict.fromkeys(("sinks", "window"), "streaming"),
+        "by": "sequences",
     }
-    excludes = ("images importance", "images tokenizer", "images needles", "images streaming")
+    excludes = (
+        *("images importance", "images tokenizer", "images needles"),
+        *("images streaming", "images sequences"),
+    )
     outputs = {
         "out": "observe.head_analysis.head_report:HEAD_REPORT",
         "streaming": "observe.head_analysis.retrieval_heads:STREAMING_HEADS",
@@ -139,6 +153,9 @@ class HeadsOptions(TextOptions):
     show: str = "weights"
     target: str | None = None
     head: str | None = None
+    sequences: Count | None = None
+    by: str = "largest"
+    jobs: Count | None = None
     circuits: bool = False
     spectra: bool = False
     collapse: bool = False
@@ -179,13 +196,15 @@ class HeadsOptions(TextOptions):
             return
         check_model_path("MODEL", self.model)
         if self.text is not None:
-            shared = " ".join(("model text tokenizer device dtype json", *ONE_TEXT))
+            shared = " ".join(("model text head tokenizer device dtype json", *ONE_TEXT))
             remedy = "leave it out, or give --data FILE instead of --text"
             self._allow_only(shared, "reads the texts of a file, and --text gives one", remedy)
             check_text_model(self.model, "--text", "give --images PATH")
             if self.head is not None and self.show in ("rollout", "logits"):
                 raise UsageError("--head belongs to --show weights or norms; leave it out")
             return
+        if self.head is not None and self.sequences is None:
+            self.require("head", "text")
         if any(self.text_sources.values()):
             self.check_texts()
         else:
@@ -205,9 +224,6 @@ class HeadsOptions(TextOptions):
             measures += ["outside", "streaming_change"] if self.streaming else []
             check_choice("--sort", self.sort, measures)
         self.read_needles()  # refuses wrong lines
-        if self.engine == "ray" and is_annotated:
-            fact = "--engine ray measures texts and images without dependencies and alignments"
-            raise UsageError(f"{fact}; leave it out")
 
     def read_needles(self) -> list[Needle]:
         """Return the needles of --needle-file; without it, made-up ones."""
@@ -351,12 +367,19 @@ def main(argv: list[str]) -> int:
     from ..observe.inspect.attention_sites import sites
 
     drawn_heads = _locate_heads(args.draw, sites(model))
+    _locate_heads([] if args.head is None else [args.head], sites(model))
     examples, notes, sites_of_images = _read_examples(model, args)
     report = ProgressReporter()
     measure = partial(
         _measure_model, examples=examples, args=args, report=report, site_names=sites_of_images
     )
-    table, extras = run_extras(model, measure(model), examples, args, measure, report)
+    collectors = _make_collectors(args)
+    measured = measure(model, more_collectors=collectors)
+    table, extras = run_extras(model, measured, examples, args, measure, report)
+    for collector in collectors:
+        top = collector.result(model)
+        shown_texts = top.table if args.head is None else top.head_table(args.head)
+        extras.add("sequences", top.data, shown_texts)
     table = replace(table, notes=(*table.notes, *notes))
     report("")
     if args.out is not None:
@@ -378,6 +401,15 @@ def main(argv: list[str]) -> int:
     text = "\n\n".join([shown, *map(to_text, extras.items)])
     print_result(args, text, table.data | extras.data)
     return 0
+
+
+def _make_collectors(args: HeadsOptions) -> list[SequenceCollector]:
+    """Collectors of what is kept of single texts."""
+    if args.sequences is None:
+        return []
+    from ..observe.head_analysis.top_sequences import SequenceCollector
+
+    return [SequenceCollector(args.by, args.sequences, args.seed)]
 
 
 def _load(name: str, args: HeadsOptions) -> Any:
@@ -436,6 +468,7 @@ def _measure_model(
     args: HeadsOptions,
     report: ProgressReporter,
     site_names: tuple[str, ...] = (),
+    more_collectors: Sequence[Any] = (),
 ) -> HeadTable:
     from ..observe.head_analysis.dependency_syntax import DependencyScores
     from ..observe.head_analysis.head_measurement import MeasureOptions
@@ -447,11 +480,13 @@ def _measure_model(
     options = MeasureOptions(sites=site_names, min_texts=min(2, len(examples)))
     if args.images is not None:
         options = options._replace(metrics=IMAGE_METRICS)
-    if args.engine == "ray":
-        from ..studies.process_engine import RayHeads
+    if args.engine == "ray" or args.jobs is not None:
+        from ..studies.process_engine import ProcessHeads, RayHeads
 
-        options = options._replace(engine=RayHeads(args.address))
-    collectors: list[Any] = []
+        is_ray = args.engine == "ray"
+        engine = RayHeads(args.address, args.jobs) if is_ray else ProcessHeads(args.jobs or 1)
+        options = options._replace(engine=engine)
+    collectors = [*more_collectors]
     if args.conllu is not None:
         convention = "clark" if args.criteria == "clark" else "ours"
         collectors.append(DependencyScores(convention=convention))

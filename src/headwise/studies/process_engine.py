@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import pickle
 import tempfile
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -13,12 +15,14 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from ..attention.interfaces.part import import_part_file, imported_part_files
 from ..kernels.capabilities import this_machine
 from ..observe.head_analysis.annotated_examples import Example
 from ..observe.head_analysis.head_measurement import (
+    MeasureCollector,
     MeasureOptions,
     MetricSums,
     TextSums,
@@ -158,8 +162,6 @@ def prepare_worker(part_files: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in THREAD_VARIABLES:
         os.environ[name] = "1"
-    import torch
-
     torch.set_num_threads(1)
     for name in part_files:
         import_part_file(name)
@@ -286,18 +288,16 @@ def run_cell_elsewhere(config: Mapping[str, Any], part_files: Sequence[str]) -> 
 
 SHARD_SIZE = 8  # texts of a task, which runs again as a whole if its process dies
 SumsByExample = dict[tuple[str, str, str], list[TextSums]]
+ShardTask = tuple[Sequence[Example], MeasureOptions, Sequence[MeasureCollector]]
+ShardResult = tuple[SumsByExample, Sequence[MeasureCollector]]
 
 
-class RayHeads:
-    """Run `measure_heads` on the Ray cluster at `address` ("host:port").
+class ShardedHeads(ABC):
+    """Base class of engines that measure shards of the texts in workers and merge them in order.
 
-    Without an address, starts a cluster here. Workers have one processor and one thread, so
-    measures equal one process with one thread, bit for bit. The machines need the same version of
-    headwise, and the files of `--import` at the same paths.
+    Workers have one thread, so measures equal one process with one thread, bit for bit, whatever
+    the number of workers.
     """
-
-    def __init__(self, address: str = "") -> None:
-        self._engine = RayEngine(address)
 
     def __call__(
         self,
@@ -305,34 +305,107 @@ class RayHeads:
         examples: Iterable[Example],
         options: MeasureOptions,
         progress: Callable[[int], object],
+        collectors: Sequence[MeasureCollector] = (),
     ) -> MetricSums:
         """Sum every metric of the examples, in their order."""
         texts = list(examples)
         options = options._replace(engine=None)
         shards = [texts[first : first + SHARD_SIZE] for first in range(0, len(texts), SHARD_SIZE)]
         merged = MetricSums([get_metric(metric) for metric in options.metrics])
+        results = self.run_tasks(model, [(shard, options, collectors) for shard in shards])
+        for shard, (sums_by_example, collected) in zip(shards, results, strict=True):
+            merged.append(sums_by_example, len(shard))
+            for collector, later in zip(collectors, collected, strict=True):
+                collector.merge(later)
+            progress(merged.num_examples)
+        return merged
+
+    @abstractmethod
+    def run_tasks(self, model: nn.Module, tasks: Sequence[ShardTask]) -> Iterator[ShardResult]:
+        """Run all tasks on copies of the collectors; yield their results in order."""
+
+
+class RayHeads(ShardedHeads):
+    """Run `measure_heads` on the Ray cluster at `address` ("host:port").
+
+    Without an address, starts a cluster of `jobs` processors here. The machines need the same
+    version of headwise, and the files of `--import` at the same paths.
+    """
+
+    def __init__(self, address: str = "", jobs: int | None = None) -> None:
+        self._engine = RayEngine(address, jobs)
+
+    def run_tasks(self, model: nn.Module, tasks: Sequence[ShardTask]) -> Iterator[ShardResult]:
+        """Run each task as a task of Ray."""
         with self._engine as engine:
             start = engine.remote(sum_shard_elsewhere)
             model_ref = engine.ray.put(model)
-            tasks = [start(model_ref, shard, options, imported_part_files()) for shard in shards]
-            for task, shard in zip(tasks, shards, strict=True):
+            for started in [start(model_ref, task, imported_part_files()) for task in tasks]:
                 try:
-                    merged.append(engine.ray.get(task), len(shard))
+                    yield engine.ray.get(started)
                 except engine.lost_task_errors as error:
                     raise SpecError(
                         "Ray ended a worker that measured texts, or lost its result "
                         f"({str(error).splitlines()[0]}); use --engine local"
                     ) from None
-                progress(merged.num_examples)
-        return merged
 
 
 def sum_shard_elsewhere(
-    model: nn.Module,
-    examples: Sequence[Example],
-    options: MeasureOptions,
-    part_files: Sequence[str],
-) -> SumsByExample:
-    """Sum the texts of one shard, in a worker of Ray."""
+    model: nn.Module, task: ShardTask, part_files: Sequence[str]
+) -> ShardResult:
+    """Measure the texts of one shard, in a worker of Ray."""
     prepare_worker(part_files)
-    return sum_examples(model, examples, options).sums_by_example
+    return _sum_shard(model, task)
+
+
+def _sum_shard(model: nn.Module, task: ShardTask) -> ShardResult:
+    examples, options, collectors = task
+    return sum_examples(model, examples, options, collectors).sums_by_example, collectors
+
+
+class ProcessHeads(ShardedHeads):
+    """Run `measure_heads` in `jobs` spawned processes on this machine, which share one copy of the
+    weights.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs = jobs
+
+    def run_tasks(self, model: nn.Module, tasks: Sequence[ShardTask]) -> Iterator[ShardResult]:
+        """Run each task in one of the processes."""
+        with tempfile.TemporaryDirectory(prefix="headwise-model-") as folder:
+            path = str(Path(folder) / "model.pt")
+            try:
+                torch.save(model, path)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                fact = f"cannot send the model to other processes: {str(error).splitlines()[0]}"
+                raise SpecError(f"{fact}; leave --jobs out") from None
+            pool = ProcessPoolExecutor(
+                self.jobs,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_load_model,
+                initargs=(path, imported_part_files()),
+            )
+            try:
+                with safe_import_path():
+                    # As bytes: a tensor that a queue passes keeps a file open.
+                    results = pool.map(_sum_pickled, map(pickle.dumps, tasks))
+                yield from map(pickle.loads, results)
+            except BrokenProcessPool:
+                fact = "a process that measured texts ended, perhaps for lack of memory"
+                raise SpecError(f"{fact}; give fewer --jobs") from None
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+_models: list[nn.Module] = []  # of a worker process, the model that it measures
+
+
+def _load_model(path: str, part_files: Sequence[str]) -> None:
+    """Read the model that the parent process wrote; the processes share its weights."""
+    prepare_worker(part_files)
+    _models.append(torch.load(path, weights_only=False, mmap=True))
+
+
+def _sum_pickled(task: bytes) -> bytes:
+    return pickle.dumps(_sum_shard(_models[0], pickle.loads(task)))

@@ -10,6 +10,8 @@ redundant.
   `weight_bands` streams the attention weights, `head_metrics` defines the measures, ours and
   published ones, `streamed_statistics` computes them on a GPU without weights, `head_classes`
   names heads by them.
+- Data sets: `top_sequences` keeps the texts on which each head is strongest, and some of each
+  decile.
 - Linguistic roles: `dependency_syntax` (dependency relations, attention probe) and `word_alignment`
   (translation).
 - Long texts: `retrieval_heads` finds the heads that copy what is hidden in a text, and those that
@@ -44,12 +46,14 @@ if TYPE_CHECKING:
     from .path_patching import patch_paths
     from .rank_analysis import measure_qk_spectra
     from .retrieval_heads import measure_retrieval, measure_streaming
+    from .top_sequences import find_top_sequences
 
 _MODULE_OF_NAME = {
     "TokenMetric": "circuit_metrics",
     "attribute_edges": "edge_attribution",
     "attribute_heads": "attribution_patching",
     "classify_heads": "head_classes",
+    "find_top_sequences": "top_sequences",
     "make_random_baseline": "head_circuits",
     "measure_qk_spectra": "rank_analysis",
     "measure_retrieval": "retrieval_heads",

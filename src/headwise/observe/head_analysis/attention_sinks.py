@@ -173,8 +173,7 @@ class DistinctExamples:
         self.num_distinct = self.num_repeated = 0
         digests: set[bytes] = set()
         for example in self._examples:
-            text = repr(map_tensors(_describe, example.inputs))
-            digest = blake2b(text.encode(), digest_size=16).digest()
+            digest = digest_inputs(example)
             if digest in digests:
                 self.num_repeated += 1
                 continue
@@ -203,6 +202,12 @@ class DistinctExamples:
             raise ValueError(
                 f"cannot compute confidence intervals from {num_texts}; give at least two"
             )
+
+
+def digest_inputs(example: Example, salt: str = "") -> bytes:
+    """Return a hash of the inputs of an example; another one for each `salt`."""
+    text = salt + repr(map_tensors(_describe, example.inputs))
+    return blake2b(text.encode(), digest_size=16).digest()
 
 
 def _describe(tensor: Tensor) -> str:

@@ -18,6 +18,7 @@ from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import SiteModule
 from ..inspect.model_inputs import get_streams, is_encoder_decoder
 from .annotated_examples import Example, TokenAnnotations
+from .head_measurement import MeasureCollector
 from .head_metrics import MAX_OFFSET
 from .head_table import Measure
 from .resampling import CONFIDENCE, Array, Jackknife, stack_by_key
@@ -35,7 +36,7 @@ SYNTAX_PREFIX = "syntactic"  # names of these measures start with it
 RelationKey = tuple[str, str]  # relation name and direction: towards the governor or the dependent
 
 
-class DependencyScores:
+class DependencyScores(MeasureCollector):
     """Dependencies found by self-attention heads: a collector for `measure_heads`.
 
     Parsed sentences are the sources of an encoder-decoder. A relation is left out if the data has
@@ -169,6 +170,10 @@ class DependencyScores:
         self._best_readers = {}
         self._keys = []
         self._words.finish_example()
+
+    def merge(self, later: DependencyScores) -> None:
+        """Add the counts of later examples."""
+        self.counts_by_example += later.counts_by_example
 
     def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
         """Measure the share of each relation's dependencies that each head finds.

@@ -45,7 +45,13 @@ from .head_metrics import (
 )
 from .head_table import HeadMeasures, HeadTable, Measure
 from .resampling import Array, Jackknife, excess_p_values, ratio_of_sums, stack_texts
-from .streamed_statistics import STREAMED_METRICS, StatisticsStream, read_statistics, sum_metrics
+from .streamed_statistics import (
+    STREAMED_METRICS,
+    StatisticsStream,
+    read_arrays,
+    read_statistics,
+    sum_metrics,
+)
 from .weight_bands import (
     BatchMismatch,
     WeightBand,
@@ -73,7 +79,10 @@ SumsOfText = dict[tuple[str, str, str], TextSums]
 class MeasureCollector(Protocol):
     """Collects something else during the pass of `measure_heads`, and turns it into measures by
     site name and head: `DependencyScores`, `AlignmentScores`. Subclasses need only `add_band`.
+    With `needs_sinks`, first tokens that are sinks are annotated before the pass.
     """
+
+    needs_sinks: bool = False
 
     def start_example(self, example: Example) -> None:
         """Called before the model runs on an example."""
@@ -87,6 +96,10 @@ class MeasureCollector(Protocol):
     def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
         """Return the measures of every head, with intervals over examples."""
         return {}
+
+    def merge(self, later: Any) -> None:
+        """Add what a collector of the same kind has of later examples."""
+        raise ValueError(f"{type(self).__name__} runs in one process; leave the engine out")
 
 
 class Measured(NamedTuple):
@@ -290,19 +303,9 @@ def _join_metrics(sums: Mapping[str, SumAndCount]) -> tuple[torch.Tensor, Mappin
     }
 
 
-def read_arrays(tensors: Sequence[torch.Tensor]) -> list[Array]:
-    """Copy tensors of float64 to the host, those of a device at once."""
-    flat: dict[torch.device, list[Array]] = {}
-    for device in {tensor.device for tensor in tensors}:
-        parts = [tensor.flatten() for tensor in tensors if tensor.device == device]
-        ends = np.cumsum([len(part) for part in parts])[:-1]
-        flat[device] = np.split(torch.cat(parts).cpu().numpy(), ends)[::-1]
-    return [flat[tensor.device].pop().reshape(tensor.shape) for tensor in tensors]
-
-
 class ExampleEngine(Protocol):
     """Interface of engines that compute the metrics of examples elsewhere, and return their sums in
-    order.
+    order. Collectors get what was collected elsewhere by `merge`.
     """
 
     def __call__(
@@ -311,6 +314,7 @@ class ExampleEngine(Protocol):
         examples: Iterable[Example],
         options: MeasureOptions,
         progress: Callable[[int], object],
+        collectors: Sequence[MeasureCollector],
     ) -> MetricSums: ...
 
 
@@ -346,11 +350,7 @@ def measure_heads(
     measures of their own during the same pass, for example `DependencyScores` or
     `AlignmentScores`. `progress` is called with the number of examples measured so far.
     """
-    if options.engine is not None and collectors:
-        raise ValueError(
-            "dependencies and alignments are measured in one process; leave the engine out"
-        )
-    sites, streams = _select_sites(model, options)
+    sites, streams = select_sites(model, options.sites)
     distinct = DistinctExamples(examples)
     sample: list[Example] = []  # the texts that tell if their first token is a sink
 
@@ -363,16 +363,17 @@ def measure_heads(
     examples = read_examples()
     sink_streams: set[str] = set()
     sink_notes: tuple[str, ...] = ()
-    is_streamed = _is_streamed(model, options, collectors)
-    if is_streamed:  # the kernel must know which tokens are sinks
+    is_marked = _is_streamed(model, options, collectors)  # the kernel must know the sinks
+    is_marked |= any(collector.needs_sinks for collector in collectors)
+    if is_marked:
         examples, sink_notes = mark_first_token_sinks(model, sites, streams, examples)
     if options.engine is not None:
-        metric_sums = options.engine(model, examples, options, progress)
+        metric_sums = options.engine(model, examples, options, progress, collectors)
     else:
-        metric_sums = sum_examples(model, examples, options, collectors, progress, sites)
+        metric_sums = sum_examples(model, examples, options, collectors, progress)
     count = metric_sums.num_examples
     distinct.check_min_count(options.min_texts)
-    if not is_streamed:
+    if not is_marked:
         word_streams = streams_of_words(sample, streams)
         sink_streams, sink_notes = metric_sums.find_sink_streams(word_streams)
     collected = [collector.measures() for collector in collectors]
@@ -425,18 +426,16 @@ def measure_trace(trace: Trace, metrics: Sequence[str] = tuple(HEAD_METRICS)) ->
     return HeadTable(name, pluralise(count, "text"), tuple(heads), (*skipped, *notes))
 
 
-def _select_sites(
-    model: nn.Module, options: MeasureOptions
+def select_sites(
+    model: nn.Module, names: Sequence[str] = ()
 ) -> tuple[list[SiteModule], Mapping[str, tuple[str, str]]]:
-    """Select the sites to measure; also return the streams of their queries and keys by name."""
+    """Select the sites to measure, by default all that can be observed; also return the streams of
+    their queries and keys by name.
+    """
     sites = require_ability(model, "observe")
-    sites = [one for one in sites if not options.sites or one.site.name in options.sites]
-    return sites, _get_streams(model, sites)
-
-
-def _get_streams(model: nn.Module, sites: Sequence[SiteModule]) -> Mapping[str, tuple[str, str]]:
+    sites = [one for one in sites if not names or one.site.name in names]
     has_source = is_encoder_decoder(model)
-    return {one.site.name: get_streams(one.site, has_source) for one in sites}
+    return sites, {one.site.name: get_streams(one.site, has_source) for one in sites}
 
 
 def _is_streamed(
@@ -453,14 +452,12 @@ def sum_examples(
     options: MeasureOptions,
     collectors: Sequence[MeasureCollector] = (),
     progress: Callable[[int], object] = lambda _: None,
-    sites: Sequence[SiteModule] = (),
 ) -> MetricSums:
     """Sum every metric over examples with marked first tokens.
 
     Returns one entry for each example, in their order. Short texts of equal length run together.
     """
-    sites = sites or _select_sites(model, options)[0]
-    streams = _get_streams(model, sites)
+    sites, streams = select_sites(model, options.sites)
     metric_sums = MetricSums([get_metric(metric) for metric in options.metrics])
     receivers = (metric_sums, *collectors)
 

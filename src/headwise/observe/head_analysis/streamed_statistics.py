@@ -134,6 +134,16 @@ def read_statistics(
     yield from zip(calls, parts[::2], parts[1::2], strict=True)
 
 
+def read_arrays(tensors: Sequence[torch.Tensor]) -> list[Array]:
+    """Copy tensors of float64 to the host, those of a device at once."""
+    flat: dict[torch.device, list[Array]] = {}
+    for device in {tensor.device for tensor in tensors}:
+        parts = [tensor.flatten() for tensor in tensors if tensor.device == device]
+        ends = np.cumsum([len(part) for part in parts])[:-1]
+        flat[device] = np.split(torch.cat(parts).cpu().numpy(), ends)[::-1]
+    return [flat[tensor.device].pop().reshape(tensor.shape) for tensor in tensors]
+
+
 def sum_metrics(values: Array) -> Mapping[str, TextSums]:
     """Sums and counts of every metric, from the statistics of the heads, [H, slots].
 

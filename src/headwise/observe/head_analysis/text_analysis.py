@@ -121,6 +121,12 @@ def _read_pixels(images: Any, min_count: int) -> Tensor | None:
     return pixels
 
 
+def find_sites(model: nn.Module, examples: Sequence[Example]) -> None:
+    """Find attention in a run of the first example if it cannot be found otherwise."""
+    if examples and not any(site.observe.possible for site in attention_sites.sites(model)):
+        attention_sites.sites(model, examples[0].model_inputs)
+
+
 def measure_and_classify(
     model: nn.Module,
     examples: Sequence[Example],
@@ -133,8 +139,7 @@ def measure_and_classify(
     """Measure every head over examples, with the metrics that `criteria` need, and classify it by
     them; over one text by scores that are not tested.
     """
-    if examples and not any(site.observe.possible for site in attention_sites.sites(model)):
-        attention_sites.sites(model, examples[0].model_inputs)  # finds attention in a run
+    find_sites(model, examples)
     metrics = (*options.metrics, *metrics_for_criteria(criteria))
     table = measure_heads(
         model,

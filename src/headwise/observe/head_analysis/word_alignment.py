@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .annotated_examples import Example, TokenAnnotations
+from .head_measurement import MeasureCollector
 from .head_table import Measure
 from .resampling import Array, Jackknife, excess_p_values, stack_by_key
 from .weight_bands import WeightBand, WordBandMerger
@@ -27,7 +28,7 @@ ALIGNMENT_PREFIX = "alignment"  # names of these measures start with it
 MEASURE_SUFFIXES = ("", " precision", " recall")
 
 
-class AlignmentScores:
+class AlignmentScores(MeasureCollector):
     """Alignment scores of cross-attention heads: a collector for `measure_heads`.
 
     Examples without gold links are skipped. Scores are given for both rows that can stand for a
@@ -113,6 +114,10 @@ class AlignmentScores:
         self._gold = None
         for words in self._words.values():
             words.finish_example()
+
+    def merge(self, later: AlignmentScores) -> None:
+        """Add the counts of later examples."""
+        self.counts_by_example += later.counts_by_example
 
     def measures(self) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
         """1 - AER, precision and recall of each head.
