@@ -19,6 +19,7 @@ from headwise.observe.head_analysis.head_circuits import (
     as_native_model,
     compare_circuits,
     copying_score,
+    fold_circuits,
     get_circuits,
     get_token_tables,
     make_random_baseline,
@@ -165,6 +166,39 @@ def test_operations_that_circuits_leave_out_are_reported():
 
 
 # --- likeness of maps -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma"])
+def test_folded_circuits_apply_the_norms_to_states(family: str):
+    """By the definition of layer norm, and of RMS norm with gains stored as w - 1."""
+    config = {"gpt2": {"n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 11}}
+    config["gemma"] = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}
+    config["gemma"] |= {"head_dim": 4, "intermediate_size": 7, "vocab_size": 11}
+    config["gemma"] |= {"num_key_value_heads": 3}
+    spec = hw.families.read_model_spec({"model_type": family, **config[family]})
+    net = hw.build(spec, seed=0).double()
+    named = dict(net.named_parameters())
+    with torch.no_grad():
+        for name, parameter in named.items():
+            if "norm" in name:
+                parameter.normal_()
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        gain = named[f"{name}.weight"]
+        if family == "gemma":
+            return x * (1 + gain)
+        return (x - x.mean(-1, keepdim=True)) * gain
+
+    site = "decoder.1.attention"
+    plain = get_circuits(net)[site]
+    folded = fold_circuits(net, site, 2)
+    x_TD = torch.randn(5, 12, dtype=torch.float64)
+    with torch.no_grad():
+        n_TD = norm(x_TD, "decoder.1.attention_norm")
+        scores = n_TD @ plain.qk_circuit(2).product @ n_TD.T
+        torch.testing.assert_close(x_TD @ folded.qk.product @ x_TD.T, scores)
+        written = norm(n_TD @ plain.ov_circuit(2).product, "decoder.norm")
+        torch.testing.assert_close(x_TD @ folded.ov.product, written)
 
 
 def test_the_inner_product_is_that_of_full_products():

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .attribution_patching import attribute_heads
     from .circuit_metrics import TokenMetric
     from .edge_attribution import attribute_edges
-    from .head_circuits import make_random_baseline
+    from .head_circuits import fold_circuits, make_random_baseline
     from .head_classes import classify_heads
     from .path_patching import patch_paths
     from .rank_analysis import measure_qk_spectra
@@ -54,6 +54,7 @@ _MODULE_OF_NAME = {
     "attribute_heads": "attribution_patching",
     "classify_heads": "head_classes",
     "find_top_sequences": "top_sequences",
+    "fold_circuits": "head_circuits",
     "make_random_baseline": "head_circuits",
     "measure_qk_spectra": "rank_analysis",
     "measure_retrieval": "retrieval_heads",

@@ -358,6 +358,35 @@ def fold_norms(model: nn.Module, site: str, tables: TokenTables) -> TokenTables:
     return TokenTables(embed, unembed, tables.note)
 
 
+class FoldedCircuits(NamedTuple):
+    """QK and OV circuit of one head between residual streams, with the norms around it folded."""
+
+    qk: LowRankMap
+    ov: LowRankMap
+
+
+def fold_circuits(model: nn.Module, site: str, head: int) -> FoldedCircuits:
+    """Return the QK and OV circuits of a head with the norms of `fold_norms`: the QK circuit
+    compares two states of the residual stream, and the OV circuit maps one to what enters the
+    output matrix. Positions and biases are no part of them.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
+    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
+    >>> fold_circuits(net, "decoder.0.attention", 1).qk.product.sum().abs() < 1e-5  # centred
+    tensor(True)
+    """
+    circuits = get_circuits(model)[site]
+    qk = circuits.qk_circuit(head)
+    ov = circuits.ov_circuit(head)
+    states = torch.eye(circuits.spec.model, dtype=torch.float64, device=qk.left.device)
+    before, after, _ = fold_norms(model, site, TokenTables(states, states, ""))
+    compared = LowRankMap(before @ to_float64(qk.left), to_float64(qk.right) @ before.T)
+    return FoldedCircuits(
+        compared, LowRankMap(before @ to_float64(ov.left), to_float64(ov.right) @ after)
+    )
+
+
 # --- Numbers of every head ------------------------------------------------------------------------
 
 
