@@ -17,6 +17,7 @@ from headwise.observe.head_analysis.edge_attribution import (
     run_circuit,
 )
 from headwise.observe.head_analysis.path_patching import PairRuns, patch_paths, read_pairs
+from headwise.observe.head_analysis.score_attribution import attribute_score, attribute_value
 from observe.head_analysis import handset_heads
 from observe.head_analysis.handset_heads import (
     COPY,
@@ -135,6 +136,30 @@ def test_pairs_count_in_circuits_by_their_difference():
     whole = sum(one.clean_value - one.corrupt_value for one in runs)
     assert size.faithfulness.value == pytest.approx(left / whole, abs=2e-5)
     assert size.faithfulness.low < size.faithfulness.value < size.faithfulness.high
+
+
+def test_the_induction_head_looks_at_what_the_previous_token_head_wrote():
+    """Token 3 at the end meets 5, behind the first 3: its own token as the query, and what (0, 0)
+    wrote there as the key.
+    """
+    result = attribute_score(induction_model(), [(CLEAN, -1, 2)], "L1H0", "mean")
+    parts = {
+        side: {name: one.value / result.total.value for name, one in of_side.parts.items()}
+        for side, of_side in result.sides.items()
+    }
+    assert parts["query"]["token embedding"] == pytest.approx(1, abs=0.1)
+    assert parts["key"]["L0H0"] == pytest.approx(1, abs=0.1)
+    for side, name in (("key", "token embedding"), ("query", "L0H0")):
+        assert abs(parts[side].get(name, 0)) < 0.05  # those that add nothing are left out
+    first = result.pairs[0]
+    assert (first.query, first.key) == ("token embedding", "L0H0")
+    assert first.effect.value == pytest.approx(result.total.value, rel=0.1)
+    assert abs(result.sides["key"].parts["L0H0"].chance) < 0.05 * result.total.value
+    value = attribute_value(induction_model(), [(CLEAN, -1, 2)], "L1H0", (5, 7))
+    copied = value.sides["value"].parts["token embedding"].value
+    assert copied == pytest.approx(value.total.value, rel=0.1)
+    assert value.sides["value"].all_keys is not None
+    assert value.total.value == pytest.approx(value.sides["value"].all_keys.value, rel=0.1)
 
 
 # --- An addition of two heads ---------------------------------------------------------------------

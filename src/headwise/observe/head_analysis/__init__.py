@@ -25,7 +25,8 @@ redundant.
   and layers, and what each head adds to a logit.
 - Causes: `circuit_graph` runs a model with nodes replaced or frozen, `circuit_metrics` has the
   metrics of the logits, `path_patching` and `attribution_patching` the effects of paths and heads,
-  `edge_attribution` the graph of all edges and its circuits.
+  `edge_attribution` the graph of all edges and its circuits. `score_attribution` divides one score
+  and one value among earlier writers.
 - Numbers: `model_steps` has every step of one head for one query, from the residual stream to the
   residual stream.
 - Statistics: `resampling` has intervals, t tests and permutation tests.
@@ -47,11 +48,14 @@ if TYPE_CHECKING:
     from .rank_analysis import measure_qk_spectra
     from .retrieval_heads import measure_retrieval, measure_streaming
     from .top_sequences import find_top_sequences
+    from .score_attribution import attribute_score, attribute_value
 
 _MODULE_OF_NAME = {
     "TokenMetric": "circuit_metrics",
     "attribute_edges": "edge_attribution",
     "attribute_heads": "attribution_patching",
+    "attribute_score": "score_attribution",
+    "attribute_value": "score_attribution",
     "classify_heads": "head_classes",
     "find_top_sequences": "top_sequences",
     "fold_circuits": "head_circuits",

@@ -49,23 +49,12 @@ class TokenMetric:
 
     def resolve(self, model: nn.Module) -> TokenMetric:
         """Return the metric with the ids of its words in the vocabulary of a model."""
-        ids = [one if isinstance(one, int) else find_token_id(model, one) for one in self.tokens]
-        return replace(self, tokens=tuple(ids))
+        return replace(self, tokens=tuple(find_token_ids(model, self.tokens)))
 
     def __call__(self, logits: Tensor) -> Tensor:
         num_tokens, vocabulary = logits.shape[1:]
-        if not -num_tokens <= self.position < num_tokens:
-            raise ValueError(
-                f"the text has {num_tokens} tokens and no position {self.position}; give one in "
-                f"{-num_tokens}..{num_tokens - 1}"
-            )
-        ids = [one for one in self.tokens if isinstance(one, int) and 0 <= one < vocabulary]
-        wrong = [one for one in self.tokens if one not in ids]
-        if wrong:
-            raise ValueError(
-                f"the metric needs token {wrong[0]!r}, but the model has outputs for tokens 0.."
-                f"{vocabulary - 1}; give one of these"
-            )
+        resolve_index("position", self.position, num_tokens)
+        ids = check_token_ids(self.tokens, vocabulary)
         row = logits[0, self.position]
         row = row.to(torch.promote_types(row.dtype, torch.float32))
         if self.kind == LOG_PROBABILITY:
@@ -87,6 +76,37 @@ def parse_metric(text: str, tokens: Sequence[str] = ()) -> TokenMetric:
             "one of both places"
         )
     return TokenMetric(kind, tuple(listed.split(",")) if colon else tuple(tokens))
+
+
+def resolve_index(name: str, index: int, num_tokens: int) -> int:
+    """Return the place in a text of a position, which may count from its end; raise if it has none.
+
+    >>> resolve_index("query", -1, 5)
+    4
+    """
+    if not -num_tokens <= index < num_tokens:
+        raise ValueError(
+            f"the text has {pluralise(num_tokens, 'token')} and no {name} {index}; give one in "
+            f"{-num_tokens}..{num_tokens - 1}"
+        )
+    return index % num_tokens
+
+
+def check_token_ids(tokens: Sequence[int | str], vocabulary: int) -> list[int]:
+    """Return tokens that are ids of a model with so many outputs; raise if one is not."""
+    ids = [one for one in tokens if isinstance(one, int) and 0 <= one < vocabulary]
+    wrong = [one for one in tokens if one not in ids]
+    if wrong:
+        raise ValueError(
+            f"the metric needs token {wrong[0]!r}, but the model has outputs for tokens 0.."
+            f"{vocabulary - 1}; give one of these"
+        )
+    return ids
+
+
+def find_token_ids(model: nn.Module, tokens: Sequence[int | str]) -> list[int]:
+    """Return the ids of tokens, given as ids or as words."""
+    return [one if isinstance(one, int) else find_token_id(model, one) for one in tokens]
 
 
 def find_token_id(model: nn.Module, word: str) -> int:

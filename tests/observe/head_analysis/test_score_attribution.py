@@ -1,0 +1,410 @@
+"""Attribution of a score and of a value to earlier writers, against float64 renderings in plain
+torch, and in a model in which the writers are known.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.hub.pretrained_models import copy_live_model
+from headwise.observe.head_analysis.path_patching import estimate_effect
+from headwise.observe.head_analysis.score_attribution import attribute_score, attribute_value
+from support.plain_patching import CLEAN, DEPTH, LAYERS, SHAPES
+from support.transformers_models import DIM, FALLBACK, HEADS, WIDE, ZOO
+
+LAYER, HEAD, QUERY, KEY = 2, 3, 5, 2
+TOKENS = (11, 4)
+
+
+@functools.cache
+def build(name: str, layers: int = LAYERS) -> Any:
+    """A model in float64 whose norms and biases are random too."""
+    entry = ZOO[name]
+    key = DEPTH.get(name, "num_hidden_layers")
+    model = entry._replace(keys={**entry.keys, key: layers}).build("sdpa")
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=draw)
+    return model.double()
+
+
+# --- Plain renderings -----------------------------------------------------------------------------
+
+
+class PlainGPT2:
+    """Writers, norms and projections of GPT-2 of transformers, from its weights."""
+
+    inner = "transformer"
+
+    def __init__(self, model: Any) -> None:
+        self.net = model.transformer
+        self.layers = self.net.h
+        self.final = self.net.ln_f
+        self.groups = HEADS
+
+    def embeddings(self, ids: Tensor) -> dict[str, Tensor]:
+        places = torch.arange(ids.shape[1])
+        return {
+            "token embedding": self.net.wte.weight[ids[0]],
+            "position embedding": self.net.wpe.weight[places],
+        }
+
+    def write(self, layer: int, z: Tensor) -> tuple[list[Tensor], Tensor]:
+        """What each head adds to the stream, and the bias."""
+        out = self.layers[layer].attn.c_proj
+        slices = [slice(head * DIM, (head + 1) * DIM) for head in range(HEADS)]
+        return [z[:, one] @ out.weight[one] for one in slices], out.bias
+
+    def norm(self, layer: int | None, term: Tensor, x: Tensor) -> Tensor:
+        module = self.final if layer is None else self.layers[layer].ln_1
+        variance = x.var(-1, correction=0, keepdim=True)
+        centred = term - term.mean(-1, keepdim=True)
+        return centred / (variance + module.eps).sqrt() * module.weight
+
+    def bias(self, layer: int | None) -> Tensor:
+        return self.final.bias if layer is None else self.layers[layer].ln_1.bias
+
+    def project(self, layer: int, side: str, n: Tensor) -> Tensor:
+        columns = "qkv".index(side) * WIDE + HEAD * DIM
+        return n @ self.layers[layer].attn.c_attn.weight[:, columns : columns + DIM]
+
+    def project_bias(self, layer: int, side: str) -> Tensor:
+        columns = "qkv".index(side) * WIDE + HEAD * DIM
+        return self.layers[layer].attn.c_attn.bias[columns : columns + DIM]
+
+    def place(self, vectors: Tensor) -> Tensor:
+        return vectors
+
+
+class PlainLlama(PlainGPT2):
+    """Llama of transformers: grouped heads, rotary positions and RMS norms."""
+
+    def __init__(self, model: Any) -> None:
+        self.net = model.model
+        self.layers = self.net.layers
+        self.final = self.net.norm
+        self.groups = model.config.num_key_value_heads
+
+    def embeddings(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"token embedding": self.net.embed_tokens.weight[ids[0]]}
+
+    def write(self, layer: int, z: Tensor) -> tuple[list[Tensor], Tensor]:
+        weight = self.layers[layer].self_attn.o_proj.weight.T
+        slices = [slice(head * DIM, (head + 1) * DIM) for head in range(HEADS)]
+        return [z[:, one] @ weight[one] for one in slices], torch.zeros(WIDE).double()
+
+    def norm(self, layer: int | None, term: Tensor, x: Tensor) -> Tensor:
+        module = self.final if layer is None else self.layers[layer].input_layernorm
+        scale = (x.square().mean(-1, keepdim=True) + module.variance_epsilon).sqrt()
+        return term / scale * module.weight
+
+    def bias(self, layer: int | None) -> Tensor:
+        return torch.zeros(WIDE).double()
+
+    def project(self, layer: int, side: str, n: Tensor) -> Tensor:
+        head = HEAD if side == "q" else HEAD // (HEADS // self.groups)
+        module = getattr(self.layers[layer].self_attn, f"{side}_proj")
+        return n @ module.weight[head * DIM : (head + 1) * DIM].T
+
+    def project_bias(self, layer: int, side: str) -> Tensor:
+        return torch.zeros(DIM).double()
+
+    def place(self, vectors: Tensor) -> Tensor:
+        half = DIM // 2
+        steps = torch.arange(half).double() / half
+        angles = torch.arange(len(vectors))[:, None] * 10000.0**-steps
+        first, second = vectors[:, :half], vectors[:, half:]
+        rotated = (
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        )
+        return torch.cat(rotated, -1)
+
+
+PLAIN = {"gpt2": PlainGPT2, "llama": PlainLlama}
+
+
+class Recorded:
+    """The terms of the residual stream before a layer, and what the run computes."""
+
+    def __init__(self, name: str) -> None:
+        self.model = build(name)
+        self.plain = PLAIN[name](self.model)
+        seen: dict[str, Tensor] = {}
+        handles = []
+        (head, _, mlp) = SHAPES[name]
+        for layer in range(LAYERS):
+            module = self.model.get_submodule(head.format(layer))
+            handles.append(module.register_forward_pre_hook(self._keep_input(seen, f"z{layer}")))
+            module = self.model.get_submodule(mlp.format(layer))
+            handles.append(module.register_forward_hook(self._keep_output(seen, f"M{layer}")))
+        module = self.plain.layers[LAYER]
+        handles.append(module.register_forward_pre_hook(self._keep_input(seen, "x")))
+        handles.append(self.plain.final.register_forward_pre_hook(self._keep_input(seen, "final")))
+        with torch.no_grad():
+            self.logits = self.model(input_ids=CLEAN).logits[0]
+            for handle in handles:
+                handle.remove()
+            self.seen = seen
+            self.terms = self.plain.embeddings(CLEAN)
+            biases = torch.zeros(WIDE).double()
+            for layer in range(LAYER):
+                (written, bias) = self.plain.write(layer, seen[f"z{layer}"])
+                for number, one in enumerate(written):
+                    self.terms[f"L{layer}H{number}"] = one
+                self.terms[f"M{layer}"] = seen[f"M{layer}"]
+                biases = biases + bias
+            self.terms["earlier biases"] = biases.expand(CLEAN.shape[1], -1)
+
+    def _keep_input(self, seen: dict[str, Tensor], key: str) -> Any:
+        return lambda _, args: seen.update({key: args[0][0]})
+
+    def _keep_output(self, seen: dict[str, Tensor], key: str) -> Any:
+        return lambda _, args, output: seen.update({key: output[0]})
+
+    def vectors(self, side: str) -> dict[str, Tensor]:
+        """Terms of q, k or v of the head, [tokens, width]."""
+        plain = self.plain
+        x = self.seen["x"]
+        with torch.no_grad():
+            parts = {
+                name: plain.project(LAYER, side, plain.norm(LAYER, term, x))
+                for name, term in self.terms.items()
+            }
+            bias = plain.project(LAYER, side, plain.bias(LAYER)) + plain.project_bias(LAYER, side)
+            parts["own biases"] = bias.expand(len(x), -1)
+            if side == "v":
+                return parts
+            return {name: plain.place(part) for name, part in parts.items()}
+
+
+@pytest.mark.parametrize("baseline", ["zero", "mean"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_score_has_the_parts_of_a_plain_rendering(name, baseline):
+    recorded = Recorded(name)
+    q = {one: part[QUERY] for one, part in recorded.vectors("q").items()}
+    k = {}
+    for one, part in recorded.vectors("k").items():
+        k[one] = part[KEY] - (part[: QUERY + 1].mean(0) if baseline == "mean" else 0)
+    scale = DIM**-0.5
+    whole_q = torch.stack([*q.values()]).sum(0)
+    whole_k = torch.stack([*k.values()]).sum(0)
+    score = float(whole_q @ whole_k * scale)
+    expected = {
+        "query": {one: float(part @ whole_k * scale) for one, part in q.items()},
+        "key": {one: float(part @ whole_q * scale) for one, part in k.items()},
+    }
+    # the angles of rotary embeddings, and the norms of Llama of transformers, are in float32
+    errors = {"gpt2": (1e-9, 1e-9), "llama": (3e-6, 1e-6)}[name]
+    models = (recorded.model, copy_live_model(recorded.model))
+    for model, error in zip(models, errors, strict=True):
+        result = attribute_score(model, [(CLEAN, QUERY, KEY)], f"L{LAYER}H{HEAD}", baseline)
+        largest = max(abs(one.value) for one in result.sides["key"].parts.values())
+        assert result.total.value == pytest.approx(score, abs=error * largest)
+        for side, parts in expected.items():
+            actual = {name: one.value for name, one in result.sides[side].parts.items()}
+            largest = max(map(abs, parts.values()))
+            for one, part in parts.items():
+                assert actual.get(one, 0) == pytest.approx(part, abs=error * largest)
+            total = result.total.value
+            assert sum(actual.values()) == pytest.approx(total, abs=1e-9 * largest)
+        for pair in result.pairs:
+            product = float(q[pair.query] @ k[pair.key] * scale)
+            assert pair.effect.value == pytest.approx(product, rel=1e-5)
+        sizes = sorted(abs(float(a @ b)) * scale for a in q.values() for b in k.values())
+        assert abs(result.pairs[0].effect.value) == pytest.approx(sizes[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_value_has_the_parts_of_a_plain_rendering(name):
+    recorded = Recorded(name)
+    plain = recorded.plain
+    q, k, v = (recorded.vectors(side) for side in "qkv")
+    whole = [torch.stack([*parts.values()]).sum(0) for parts in (q, k)]
+    scores = whole[0][QUERY] @ whole[1][: QUERY + 1].T * DIM**-0.5
+    weight = scores.softmax(-1)[KEY]
+    head = recorded.model.get_output_embeddings().weight
+    readout = head[TOKENS[0]] - head[TOKENS[1]]
+    expected = {}
+    with torch.no_grad():
+        for one, part in v.items():
+            z = torch.zeros(1, WIDE).double()
+            z[0, HEAD * DIM : (HEAD + 1) * DIM] = weight * part[KEY]
+            (written, _) = plain.write(LAYER, z)
+            normed = plain.norm(None, written[HEAD], recorded.seen["final"][QUERY])
+            expected[one] = float(normed[0] @ readout)
+    result = attribute_value(recorded.model, [(CLEAN, QUERY, KEY)], f"L{LAYER}H{HEAD}", TOKENS)
+    actual = {name: one.value for name, one in result.sides["value"].parts.items()}
+    for one, part in expected.items():
+        assert actual.get(one, 0) == pytest.approx(part, rel=1e-5, abs=1e-7)
+    assert result.total.value == pytest.approx(sum(expected.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_values_of_all_keys_are_the_share_of_the_head(name):
+    model = build(name)
+    found = hw.attribute_logit(model, CLEAN, position=QUERY, token=TOKENS[0], baseline=TOKENS[1])
+    (share,) = [one for one in found.heads if (one.site[8], one.head) == (str(LAYER), HEAD)]
+    places = [(CLEAN, QUERY, key) for key in range(QUERY + 1)]
+    results = [attribute_value(model, [one], f"L{LAYER}H{HEAD}", TOKENS) for one in places]
+    assert sum(one.total.value for one in results) == pytest.approx(share.value, rel=1e-6)
+    for one in results:
+        assert one.sides["value"].all_keys is not None
+        assert one.sides["value"].all_keys.value == pytest.approx(share.value, rel=1e-6)
+
+
+# --- Other families -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "mistral", "gemma2", "gemma3", "gpt-oss", "olmo2", "phi3", "llama"]
+)
+def test_scales_of_all_norms_are_held(name):
+    """In models without biases the writers alone sum to the score, QK-norm and norms of outputs
+    included: were a norm not held, its biases would be what is left.
+    """
+    model = ZOO[name].build("eager" if name in ("gemma2", "gpt-oss") else "sdpa")
+    result = attribute_score(model, [(CLEAN, 6, 5)], "L1H2")
+    for side in ("query", "key"):
+        parts = {name: one.value for name, one in result.sides[side].parts.items()}
+        largest = max(map(abs, parts.values()))
+        biases = sum(parts.pop(one, 0.0) for one in ("earlier biases", "own biases"))
+        if name == "gpt-oss":  # its projections have biases
+            continue
+        assert abs(biases) < 1e-5 * largest
+        assert sum(parts.values()) == pytest.approx(result.total.value, abs=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_scores_without_a_causal_mask_have_parts(name):
+    """In post-norm layers of BERT, too, and for the patches of an image."""
+    entry = ZOO[name]
+    model = entry.build("sdpa")
+    inputs = {one: values[:1] for one, values in entry.inputs().items()}
+    result = attribute_score(model, [(inputs, 2, 5)], "L1H2")
+    for side in result.sides.values():
+        values = [one.value for one in side.parts.values()]
+        assert sum(values) == pytest.approx(side.total.value, abs=1e-5 * max(map(abs, values)))
+        assert {"M0", "L0H1", "token embedding", "position embedding"} <= set(side.parts)
+    weights = hw.compute_attention_maps(model, inputs).weights(hw.sites(model)[1].name)[2, 2]
+    other = attribute_score(model, [(inputs, 2, 4)], "L1H2")
+    difference = float((weights[5] / weights[4]).log())
+    assert result.total.value - other.total.value == pytest.approx(difference, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_parts_in_float32_sum_to_the_score(name):
+    model = copy_live_model(build(name)).float()
+    result = attribute_score(model, [(CLEAN, QUERY, KEY)], f"L{LAYER}H{HEAD}", "mean")
+    for side in result.sides.values():
+        values = [one.value for one in side.parts.values()]
+        assert sum(values) == pytest.approx(result.total.value, abs=1e-5 * max(map(abs, values)))
+
+
+def test_the_additive_bias_of_a_score_is_a_part():
+    """ALiBi in a headwise model: the parts sum to the score that softmax reads."""
+    spec = hw.families.read_model_spec(
+        {"model_type": "bloom", "n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": 67}
+    )
+    net = hw.build(spec, seed=0).eval().double()
+    score = attribute_score(net, [(CLEAN, 6, 2)], "L1H1")
+    other = attribute_score(net, [(CLEAN, 6, 5)], "L1H1")
+    weights = hw.compute_attention_maps(net, CLEAN).weights("decoder.1.attention")[1, 6]
+    difference = float((weights[2] / weights[5]).log())
+    assert score.total.value - other.total.value == pytest.approx(difference, rel=1e-5)
+    for side in ("query", "key"):
+        parts = {name: one.value for name, one in score.sides[side].parts.items()}
+        assert parts["score bias"] != 0
+        assert sum(parts.values()) == pytest.approx(score.total.value, rel=1e-9)
+
+
+def test_several_places_have_intervals_and_the_chance_of_other_heads():
+    model = build("gpt2")
+    places = [(CLEAN, -1, key) for key in (0, 2, 3, 4)]
+    single = [attribute_score(model, [place], "L2H1").sides["key"].parts for place in places]
+    result = attribute_score(model, places, "L2H1")
+    values: dict[str, list[float]] = {name: [] for name in result.sides["key"].parts}
+    for parts in single:
+        for one, part in parts.items():
+            values[one].append(part.value)
+    others = np.array([values[f"L0H{head}"] for head in (0, 1, 3)]).mean(0)
+    found = result.sides["key"].parts["L0H2"]
+    assert found == pytest.approx(estimate_effect(np.array(values["L0H2"]), others))
+    assert found.low < found.value < found.high
+    text = str(result)
+    assert "4 places" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "head", "words"),
+    [
+        ((CLEAN, 7, 2), "L1H0", r"the text has 7 tokens and no query 7; give one in -7\.\.6"),
+        ((CLEAN, 3, -8), "L1H0", "the text has 7 tokens and no key -8"),
+        (
+            (CLEAN, 2, 5),
+            "L1H0",
+            r"L1H0 at query 2 may not attend to key 5; give one of its keys, 0\.\.2",
+        ),
+        ((CLEAN, 2, 1), "L1H9", r"has no head 9; give heads in 0\.\.3"),
+        ((CLEAN, 2, 1), "L7H0", r"has no layer L7; its layers are 0\.\.2"),
+        ((CLEAN, 2, 1), "L1:0,1", "'L1:0,1' is 2 heads; give one"),
+        ((CLEAN.expand(2, -1), 2, 1), "L1H0", "a place is in one text, got 2 rows"),
+        ((CLEAN, 2), "L1H0", r"is no place; give \(text, query, key\)"),
+        (("words of no model", 2, 1), "L1H0", "comes with no tokenizer"),
+    ],
+)
+def test_places_and_heads_that_do_not_exist_are_refused(place, head, words):
+    with pytest.raises(ValueError, match=words):
+        attribute_score(build("gpt2"), [place], head)
+
+
+def test_models_without_one_residual_stream_are_refused():
+    with pytest.raises(ValueError, match="2 stacks of layers instead of one residual stream"):
+        attribute_score(
+            ZOO["t5"].build(), [({"input_ids": CLEAN, "decoder_input_ids": CLEAN}, 2, 1)], "D1H0"
+        )
+    with pytest.raises(ValueError, match=r"q of .* cannot be replaced"):
+        attribute_score(FALLBACK["gptj"].build(), [(CLEAN, 2, 1)], "L1H0")
+    with pytest.raises(ValueError, match="there is no place; give at least one"):
+        attribute_score(build("gpt2"), [], "L1H0")
+    with pytest.raises(ValueError, match="unknown baseline 'median'"):
+        attribute_score(build("gpt2"), [(CLEAN, 2, 1)], "L1H0", "median")
+
+
+def test_a_norm_whose_scale_cannot_be_held_is_refused():
+    class LlamaRMSNorm(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / x.square().mean(-1, keepdim=True) ** 0.5
+
+    model: Any = ZOO["llama"].build()
+    for layer in model.model.layers:
+        layer.input_layernorm = layer.post_attention_layernorm = LlamaRMSNorm()
+    model.model.norm = LlamaRMSNorm()
+    with pytest.raises(ValueError, match="LlamaRMSNorm of LlamaForCausalLM computes its scale by"):
+        attribute_score(model, [(CLEAN, 2, 1)], "L1H0")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ((), r"got 0 tokens; give one, or two for the difference of their logits"),
+        ((3, 67), r"token 67, but the model has outputs for tokens 0\.\.66"),
+        (("a", "b"), "comes with no tokenizer"),
+    ],
+)
+def test_tokens_that_do_not_exist_are_refused(tokens, words):
+    with pytest.raises(ValueError, match=words):
+        attribute_value(build("gpt2"), [(CLEAN, 2, 1)], "L1H0", tokens)
