@@ -26,7 +26,7 @@ redundant.
 - Causes: `circuit_graph` runs a model with nodes replaced or frozen, `circuit_metrics` has the
   metrics of the logits, `path_patching` and `attribution_patching` the effects of paths and heads,
   `edge_attribution` the graph of all edges and its circuits. `score_attribution` divides one score
-  and one value among earlier writers.
+  and one value among earlier writers; `logit_lens` has the predictions after each step.
 - Numbers: `model_steps` has every step of one head for one query, from the residual stream to the
   residual stream.
 - Statistics: `resampling` has intervals, t tests and permutation tests.
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .edge_attribution import attribute_edges
     from .head_circuits import fold_circuits, make_random_baseline
     from .head_classes import classify_heads
+    from .logit_lens import logit_lens
     from .path_patching import patch_paths
     from .rank_analysis import measure_qk_spectra
     from .retrieval_heads import measure_retrieval, measure_streaming
@@ -59,6 +60,7 @@ _MODULE_OF_NAME = {
     "classify_heads": "head_classes",
     "find_top_sequences": "top_sequences",
     "fold_circuits": "head_circuits",
+    "logit_lens": "logit_lens",
     "make_random_baseline": "head_circuits",
     "measure_qk_spectra": "rank_analysis",
     "measure_retrieval": "retrieval_heads",

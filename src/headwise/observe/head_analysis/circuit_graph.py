@@ -193,7 +193,7 @@ def change_output(change: Change, module: nn.Module, run: Function, args: Any, k
     return (change(output[0]), *output[1:])
 
 
-def _change_input(change: Change, module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
+def change_input(change: Change, module: nn.Module, run: Function, args: Any, kwargs: Any) -> Any:
     """Run a module with a change of its first argument, which may be given by name."""
     if args:
         return run(change(args[0]), *args[1:], **kwargs)
@@ -241,7 +241,7 @@ class CircuitModel:
                 f"{type(self.model).__name__} has {len(self.parents)} stacks of layers instead of "
                 "one residual stream; measure heads with one step, or paths between heads"
             )
-        return self._layers[0]
+        return self.layers[0]
 
     def _check_not_repeated(self, consequence: str) -> None:
         if self.is_repeated:
@@ -254,10 +254,11 @@ class CircuitModel:
     @property
     def last_block(self) -> nn.Module:
         """The last block of the one row of blocks."""
-        return self._layers[-1]
+        return self.layers[-1]
 
     @property
-    def _layers(self) -> list[nn.Module]:
+    def layers(self) -> list[nn.Module]:
+        """The blocks of the one row of blocks."""
         children = self.model.get_submodule(self.parents[0]).named_children()
         return [child for name, child in children if name.isdigit()]
 
@@ -389,10 +390,10 @@ class CircuitModel:
         overrides: list[ForwardOverride] = []
         for place, mlp in self.mlps.items():
             write = partial(change_output, partial(handler.write, place))
-            read = partial(_change_input, partial(handler.read_mlp, place))
+            read = partial(change_input, partial(handler.read_mlp, place))
             overrides += [ForwardOverride(mlp.writer, write), ForwardOverride(mlp.reader, read)]
         if len(self.parents) == 1 and not self.is_repeated:
-            write = partial(_change_input, partial(handler.write, ""))
+            write = partial(change_input, partial(handler.write, ""))
             overrides.append(ForwardOverride(self.first_block, write))
         with override_forwards(overrides), hook_sites(self.model, self.site_modules, hooks):
             return get_output_tensor(run_prepared(self.model, inputs))
