@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -14,6 +15,7 @@ import headwise as hw
 from headwise.observe.head_analysis.attribution_patching import attribute_heads
 from headwise.observe.head_analysis.circuit_metrics import TokenMetric
 from headwise.observe.head_analysis.path_patching import patch_paths
+from headwise.observe.head_analysis.score_attribution import attribute_score, attribute_value
 from support import command_help
 from support.command_help import run_json, run_ok
 from support.saved_models import save_models
@@ -98,9 +100,58 @@ def test_edges_are_printed_and_drawn(folders, tmp_path, capsys):
     assert "agreement with exact patching" in text
 
 
+@pytest.mark.parametrize("name", ["ours", "gpt2"])
+def test_why_has_the_parts_of_the_library(name, folders, tmp_path, capsys):
+    file = tmp_path / "why.svg"
+    text = ("--text", "a cat and a")
+    why = ("circuit", folders[name], *text, "--why L1H2 --query 6 --key 3 --baseline mean")
+    data = run_json(capsys, *why, "--tokens", "c,d", "--out", file)
+    model = hw.load(folders[name])
+    places = [("a cat and a", 6, 3)]
+    score = attribute_score(model, places, "L1H2", "mean")
+    value = attribute_value(model, places, "L1H2", ("c", "d"))
+    assert list(data["sides"]) == ["query", "key", "value"]
+    for side, expected in {**score.sides, **value.sides}.items():
+        found = data["sides"][side]
+        assert found["total"]["value"] == pytest.approx(expected.total.value, rel=1e-4)
+        for writer, part in expected.parts.items():
+            value_of_part = found["parts"][writer]["value"]
+            assert value_of_part == pytest.approx(part.value, rel=1e-3, abs=1e-6)
+    assert "L0H" in file.read_text()
+    out = run_ok(capsys, *why)
+    assert "query 6 'a', key 3 'a'; by parts of the query" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_lens_ends_with_the_model(folders, tmp_path, capsys):
+    file = tmp_path / "lens.svg"
+    lens = ("circuit", folders["gpt2"], "--text", "a cat and a", "--lens")
+    data = run_json(capsys, *lens, "--tokens", "c,d", "--position", 3, "--out", file)
+    with torch.no_grad():
+        logits = hw.load(folders["gpt2"]).eval()(torch.tensor([list(b"a cat and a")]))[0, 3]
+    last = data["steps"][-1]
+    assert last["logit"] == pytest.approx(float(logits[ord("c")]), rel=1e-4)
+    difference = float(logits[ord("c")] - logits[ord("d")])
+    assert last["difference"] == pytest.approx(difference, abs=1e-5)
+    assert "attention 1" in file.read_text()
+    out = run_ok(capsys, *lens)
+    assert "block 1" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (("--text a --why L1H0 --key 3",), "the text has 1 token and no key 3; give one in"),
+        (
+            ("--text abc --why L1H0 --query 0 --key 2",),
+            "may not attend to key 2; give one of its keys",
+        ),
+        (("--text abc --why L4H0 --key 1",), "has no layer L4; its layers are 0..1"),
+        (("--text abc --why L1H7 --key 1",), "has no head 7; give heads in 0..2"),
+        (("--text abc --why L1H0 --key 1 --tokens cat",), "needs 'cat' as one token"),
+        (("--text abc --lens --position 3",), "the text has 3 tokens and no position 3"),
+        (("--text abc --lens --tokens a,b,c",), "got 3 tokens; give one, or two"),
         (("--clean", "a cat", "--corrupt", "a horse", *METRIC), "5 tokens and the corrupt text 7"),
         ((*TEXTS, "--metric", "logit_difference:cat,d"), "needs 'cat' as one token, but the"),
         ((*TEXTS, *METRIC, "--path", "L0H9 -> L1H0.k"), "has no head 9; give heads in 0..2"),
@@ -120,6 +171,13 @@ def test_refused_in_one_line(argv, words, folders, capsys):
     assert words in err
     assert err.count("\n") <= 3
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("view", ["--why D1H0 --key 1", "--lens"])
+def test_an_encoder_decoder_has_no_single_stream(view, folders, capsys):
+    (code, _, err) = run_command(capsys, folders["t5"], "--text", "a cat", view)
+    assert code == 2
+    assert "--text needs a model with one residual stream, but" in err
 
 
 def test_tokens_of_a_metric_stand_in_one_place(folders, tmp_path, capsys):

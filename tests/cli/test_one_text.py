@@ -134,6 +134,21 @@ def test_matrices_are_those_of_numpy(capsys, folder: Path, name: str):
     assert found["queries"] == found["keys"] == list(TEXT)
 
 
+def test_what_heads_add_to_a_difference_of_logits(capsys, folder: Path):
+    argv = ("--show", "logits", "--position", "2", "--tokens")
+    found = show(capsys, folder, *argv, "a,b")
+    expected = hw.attribute_logit(load(folder), TEXT, position=2, token=97, baseline=98).data
+    assert (found["token"], found["baseline"], found["position"]) == (97, 98, 2)
+    assert found["logit"] == pytest.approx(expected["logit"], rel=1e-5)
+    shares = {(share["site"], share["head"]): share["value"] for share in found["heads"]}
+    for share in expected["heads"]:
+        key = (share["site"], share["head"])
+        assert shares[key] == pytest.approx(share["value"], rel=1e-4, abs=1e-7)
+    command = ["heads", str(folder / "model"), "--text", TEXT, *argv, "a,b,c"]
+    assert cli.main(command) == 2
+    assert "--tokens a,b,c are 3 tokens; give one, or two" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("position", [None, 2])
 def test_what_heads_add_to_a_logit(capsys, folder: Path, position: int | None):
     """Through the final norm with the scale that it has for this text."""

@@ -1,4 +1,6 @@
-"""`headwise circuit`: which heads, paths and edges change a metric between two texts."""
+"""`headwise circuit`: which heads, paths and edges change a metric between two texts, and why a
+head looks at a token of one text.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,20 @@ class CircuitOptions(TokenizerOptions):
     --path PATH  measure a path, such as 'L0H3 -> L1H2.k', 'L0H3 -> M1' or 'L0:1,3 -> logits';
         repeatable
     --edges  score all edges, and measure circuits of the best ones
+    --text TEXT  explain one text; see --why and --lens in --help-all
     --limit COUNT  use at most this many pairs (default: all)
     --out FILE  draw the result (.svg, .png or .pdf)
     --overwrite  replace an earlier output of this command
     --json  print one JSON document instead of text
+
+    one text (--text):
+    --why HEAD  attribute the score of --query and --key in this head to embeddings, heads and MLPs
+        before it, and with --tokens what it reads there
+    --query INDEX  position of the query in the text
+    --key INDEX  position of the key
+    --baseline KIND  the score (zero) or its difference to the mean over all keys (mean)
+    --lens  show what the model would predict after each attention and each block
+    --tokens A,B  next tokens whose logit, or difference of two logits, --why and --lens follow
 
     details of the measurement:
     --position INDEX  token whose logits the metric reads (default: -1, the last; none for a model
@@ -62,33 +74,47 @@ class CircuitOptions(TokenizerOptions):
 
     examples:
     headwise circuit path/to/model --pairs pairs.tsv --metric logit_difference
-    headwise circuit MODEL --pairs FILE --metric KIND --path 'L0H3 -> L1H2.k'
+    headwise circuit MODEL --text TEXT --why L1H2 --key 3
     """
 
     command = "circuit"
     names = {"--path": "paths"}
-    choices = {"mlps": "free frozen"}
+    choices = {"mlps": "free frozen", "baseline": "zero mean"}
     needs = {
         "clean": "corrupt",
         "corrupt": "clean",
         "limit": "pairs",
         **dict.fromkeys(("points", "draws", "budget"), "edges"),
         "mlps": "paths",
+        **dict.fromkeys(("edges", "paths", "steps", "exact", "target", "seed"), "metric"),
+        **dict.fromkeys(("lens", "tokens"), "text"),
+        **dict.fromkeys(("key", "query", "baseline"), "why"),
+        "why": "text key",
     }
-    excludes = ("paths edges", "clean pairs", "paths out", "paths steps", "paths exact")
+    excludes = (
+        *("paths edges", "clean pairs", "paths out", "paths steps", "paths exact"),
+        *("text clean", "text pairs", "text metric", "why lens", "why position"),
+    )
     outputs = {"out": "util.output_paths:FIGURE_FILE"}
     model: str
     clean: str | None = None
     corrupt: str | None = None
     pairs: InputFile | None = None
     target: str | None = None
-    metric: str
+    metric: str | None = None
     paths: tuple[str, ...] = ()
     edges: bool = False
+    text: str | None = None
     limit: Count | None = None
     out: str | None = None
     overwrite: bool = False
     json: bool = False
+    why: str | None = None
+    query: int = -1
+    key: int | None = None
+    baseline: str = "zero"
+    lens: bool = False
+    tokens: str | None = None
     position: int | None = None
     mlps: str = "free"
     steps: Count = 1
@@ -107,14 +133,25 @@ class CircuitOptions(TokenizerOptions):
     def check(self) -> None:
         """Refuse impossible options before the model is loaded."""
         from ..observe.head_analysis.circuit_metrics import parse_metric
+        from ..observe.head_names import parse_heads
         from ..report.plots import check_figure_path
 
-        if self.clean is None and self.pairs is None:
-            raise UsageError("give a pair of texts: --clean TEXT --corrupt TEXT, or --pairs FILE")
         if self.out is not None:
             check_figure_path(self.out, self.existing)
-            if self.edges and not self.points:
-                raise UsageError("--out draws the curves of circuits; give --points above 0")
+        if self.text is not None:
+            if self.why is None and not self.lens:
+                raise UsageError(
+                    "--text shows one of two things; add --why HEAD --key INDEX, or --lens"
+                )
+            parse_heads(self.why or "L0H0")
+            self._check_model("use headwise.head_analysis.attribute_score in Python")
+            return
+        if self.metric is None:
+            raise UsageError("missing --metric METRIC; add it, or --text TEXT for --why and --lens")
+        if self.clean is None and self.pairs is None:
+            raise UsageError("give a pair of texts: --clean TEXT --corrupt TEXT, or --pairs FILE")
+        if self.out is not None and self.edges and not self.points:
+            raise UsageError("--out draws the curves of circuits; give --points above 0")
         for path in self.paths:
             if ARROW not in path:
                 raise UsageError(f"--path {path!r} is no path; write 'L0H3 -> L1H2.k'")
@@ -122,8 +159,11 @@ class CircuitOptions(TokenizerOptions):
             parse_bytes(self.budget)
         for pair in self.read_pairs():
             parse_metric(self.metric, *pair[2:])
+        self._check_model("use headwise.head_analysis.patch_paths in Python")
+
+    def _check_model(self, remedy: str) -> None:
         check_model_path("MODEL", self.model)
-        check_text_model(self.model, "circuit", "use headwise.head_analysis.patch_paths in Python")
+        check_text_model(self.model, "circuit", remedy)
 
     def read_pairs(self) -> list[tuple[Any, ...]]:
         """Return (clean, corrupt) or (clean, corrupt, tokens) for each pair."""
@@ -150,18 +190,7 @@ def main(argv: list[str]) -> int:
     """Measure heads, paths or edges, print the result, and draw it if asked."""
     args = CircuitOptions.parse(argv)
     model = _load(args)
-    from ..observe.head_analysis.circuit_metrics import parse_metric
-
-    position = -1 if args.position is None else args.position
-    # each pair has a metric of its own, with its tokens
-    pairs: list[tuple[Any, ...]] = []
-    for clean, corrupt, *tokens in args.read_pairs():
-        inputs: list[Any] = [clean, corrupt]
-        if args.target is not None:
-            inputs = [{"source": text, "text": args.target} for text in inputs]
-        metric = parse_metric(args.metric, *tokens)
-        pairs.append((*inputs, replace(metric, position=position)))
-    result = _measure(model, pairs, args)
+    result = _explain_text(model, args) if args.text is not None else _compare_pairs(model, args)
     if args.out is not None:
         from ..report.plots import save_figure
 
@@ -171,16 +200,57 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _explain_text(model: nn.Module, args: CircuitOptions) -> Any:
+    """Return the attribution of a score, and of the value that is read, or the logit lens."""
+    from ..observe.head_analysis.logit_lens import logit_lens
+    from ..observe.head_analysis.score_attribution import attribute_score, attribute_value
+
+    tokens = tuple(args.tokens.split(",")) if args.tokens else ()
+    if args.lens:
+        position = -1 if args.position is None else args.position
+        return logit_lens(model, args.text, tokens, position=position)
+    head = args.why or ""
+    places = [(args.text, args.query, args.key)]
+    result = attribute_score(model, places, head, args.baseline)
+    if not tokens:
+        return result
+    value = attribute_value(model, places, head, tokens)
+    return replace(result, sides={**result.sides, **value.sides})
+
+
+def _compare_pairs(model: nn.Module, args: CircuitOptions) -> Any:
+    """Return the effects of heads, paths or edges on the metric."""
+    from ..observe.head_analysis.circuit_metrics import parse_metric
+
+    position = -1 if args.position is None else args.position
+    # each pair has a metric of its own, with its tokens
+    pairs: list[tuple[Any, ...]] = []
+    for clean, corrupt, *tokens in args.read_pairs():
+        inputs: list[Any] = [clean, corrupt]
+        if args.target is not None:
+            inputs = [{"source": text, "text": args.target} for text in inputs]
+        metric = parse_metric(args.metric or "", *tokens)
+        pairs.append((*inputs, replace(metric, position=position)))
+    return _measure(model, pairs, args)
+
+
 def _load(args: CircuitOptions) -> nn.Module:
     from ..hub.pretrained_models import load_original
     from ..observe.head_analysis.objectives import detect_head_objective
     from ..observe.inspect.model_inputs import is_encoder_decoder
 
     model = load_on_device(load_original, args.model, args).eval()
-    if args.target is None and is_encoder_decoder(model):
+    if is_encoder_decoder(model) and args.target is None:
         fact = f"{args.model} is an encoder-decoder"
+        if args.text is not None:
+            remedy = "give --clean and --corrupt, with --target"
+            raise UsageError(f"--text needs a model with one residual stream, but {fact}; {remedy}")
         raise UsageError(f"{fact}; add --target TEXT, which its decoder reads")
-    if args.position is None and detect_head_objective(model) == "masked-token":
+    if (
+        args.why is None
+        and args.position is None
+        and detect_head_objective(model) == "masked-token"
+    ):
         fact = f"{args.model} predicts masked tokens and no next one"
         raise UsageError(f"{fact}; give --position INDEX, the token that the metric reads")
     return attach_named_tokenizer(model, args)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 TRACE_SUFFIX = ".trace"
 ANNOTATED_TEXTS = ("--conllu", "--align", "--task")  # these have further measures
-ONE_TEXT = ("show", "target")  # options that need --text
+ONE_TEXT = ("show", "target", "tokens", "position")  # options that need --text
 
 
 @options
@@ -70,10 +70,13 @@ class HeadsOptions(TextOptions):
 
     one text (--text):
     --show VIEW  weights, norms (weights times the length of values after W_O), rollout, or logits
-        (what heads add to the likeliest next token)
+        (what heads add to the logit of a next token)
     --target TEXT  target text, for an encoder-decoder model
     --head HEAD  weights or norms of this head, such as L3H2, or with --sequences instead of --text
         its texts (default: the mean of all heads, or the strongest text of each)
+    --tokens A,B  with --show logits, the token, or the two whose difference of logits is explained
+        (default: the likeliest)
+    --position INDEX  with --show logits, position that predicts it; -1 is the last (default: -1)
 
     heads over a data set:
     --sequences COUNT  keep the COUNT texts on which each head is strongest, and some of each decile
@@ -153,6 +156,8 @@ class HeadsOptions(TextOptions):
     show: str = "weights"
     target: str | None = None
     head: str | None = None
+    tokens: str | None = None
+    position: int = -1
     sequences: Count | None = None
     by: str = "largest"
     jobs: Count | None = None
@@ -202,6 +207,8 @@ class HeadsOptions(TextOptions):
             check_text_model(self.model, "--text", "give --images PATH")
             if self.head is not None and self.show in ("rollout", "logits"):
                 raise UsageError("--head belongs to --show weights or norms; leave it out")
+            if self.show != "logits" and {"tokens", "position"} & set(self.options_set):
+                raise UsageError("--tokens and --position belong to --show logits; leave them out")
             return
         if self.head is not None and self.sequences is None:
             self.require("head", "text")
@@ -510,13 +517,20 @@ def _measure_model(
 def _show_one_text(model: Any, args: HeadsOptions) -> Any:
     """Return the view of the text named by the options."""
     from ..observe.head_analysis.attention_maps import attribute_logit, compute_attention_maps
+    from ..observe.head_analysis.circuit_metrics import find_token_ids
     from ..observe.inspect.attention_sites import sites
 
     text = args.text
     located = _locate_heads([] if args.head is None else [args.head], sites(model))
     inputs: Any = text if args.target is None else {"source": text, "text": args.target}
     if args.show == "logits":
-        return attribute_logit(model, inputs)
+        names = args.tokens.split(",") if args.tokens else []
+        if len(names) > 2:
+            raise UsageError(f"--tokens {args.tokens} are {len(names)} tokens; give one, or two")
+        token, baseline, *_ = [*find_token_ids(model, names), None, None]
+        return attribute_logit(
+            model, inputs, position=args.position, token=token, baseline=baseline
+        )
     maps = compute_attention_maps(model, inputs)
     if args.show == "rollout":
         return maps.table(maps.rollout(), "rollout over layers")

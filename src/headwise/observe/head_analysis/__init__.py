@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from .path_patching import patch_paths
     from .rank_analysis import measure_qk_spectra
     from .retrieval_heads import measure_retrieval, measure_streaming
-    from .top_sequences import find_top_sequences
     from .score_attribution import attribute_score, attribute_value
+    from .top_sequences import find_top_sequences
 
 _MODULE_OF_NAME = {
     "TokenMetric": "circuit_metrics",
