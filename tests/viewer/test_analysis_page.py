@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+import headwise as hw
 from headwise.observe.inspect.model_tokenizer import find_token_decoder
 from headwise.observe.traces.attention_trace import aggregate_heads, roll_out_attention
 from headwise.viewer.answers import ask
-from headwise.viewer.open_model import id_inputs
+from headwise.viewer.open_model import OpenModel, id_inputs
 from viewer.binary_messages import decode_arrays
 from viewer.page_browser import sample_model, served, settled_box, wait_until
+from viewer.page_models import GPT
 
 
 def open_screen(page: Any, url: str, address: str) -> None:
@@ -134,6 +136,34 @@ def test_the_tokens_that_a_head_writes_are_those_of_its_vector(page: Any):
         assert rows.first.locator("td").nth(1).inner_text() == f"+{wanted.max():.2f}"
         page.evaluate("location.hash = location.hash.replace(/site=\\d+/, 'site=2')")
         page.get_by_text("to no logit directly").wait_for(timeout=20_000)
+
+
+def test_a_kept_cell_says_why_its_key_is_chosen(page: Any):
+    """The parts of the score are those of the library; a press on a head's name selects it."""
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
+    trace = hw.trace(net, torch.arange(1, 13)[None])
+    model = OpenModel(trace, net)
+    attributed = hw.head_analysis.attribute_score(net, [(torch.arange(1, 13)[None], 7, 3)], "L1H2", "mean")
+    fields, arrays = decode_arrays(ask(model, "/api/why?site=1&head=2&query=7&key=3"))
+    assert fields["total"] == pytest.approx(attributed.total.value)
+    for side, found in attributed.sides.items():
+        names, values = zip(*((name, one.value) for name, one in found.by_size[:8]), strict=True)
+        assert fields["writers"][side] == list(names)
+        assert arrays[side] == pytest.approx(values, rel=1e-6)
+    later, _ = decode_arrays(ask(model, "/api/why?site=1&head=2&query=3&key=7"))
+    assert "may not attend to key 7" in later["reason"]
+    with served(model) as url:
+        open_screen(page, url, "head?site=1&head=2&cell=7.8.3.4")
+        panel = page.locator(".panel", has=page.get_by_role("heading", name="Why this key?"))
+        panel.get_by_role("button", name="Compute").click()
+        rows = page.get_by_test_id("why").locator("tbody tr")
+        rows.first.wait_for(timeout=60_000)
+        query_side = page.get_by_test_id("why").locator("table").first.locator("tbody tr")
+        shown = dict(row.split("\t") for row in query_side.all_inner_texts())
+        value = attributed.sides["query"].parts["M0"].value
+        assert float(shown["MLP of layer 0"].replace("−", "-")) == pytest.approx(value, rel=0.02)
+        rows.get_by_role("button", name="L0 H1").first.click()
+        page.get_by_role("heading", name="Head L0 H1").wait_for()
 
 
 def test_answers_refuse_what_they_cannot_give():

@@ -45,6 +45,7 @@ NUMBER = re.compile(r"-?\d{1,12}(\.\d{1,9})?", re.ASCII)  # in a parameter
 MAX_KEYS = 512  # keys with products by channel; those with the largest scores
 MAX_AGGREGATE_CELLS = 2048**2  # of the matrix of many heads
 LISTED_TOKENS = 12  # with the largest and with the smallest effects
+LISTED_WRITERS = 8  # those that add most to a score
 MOST_SITES = 10**6
 
 
@@ -361,6 +362,36 @@ def answer_written(view: OpenModel, query: Query) -> bytes:
         {"effects": values, "ids": np.array(tokens, np.int32)},
         words=[decode(token) for token in tokens],
         note=note,
+        reason="",
+    )
+
+
+@answer("why")
+def answer_why(view: OpenModel, query: Query) -> bytes:
+    """Return what earlier heads, MLPs and embeddings add to the score of a query and a key, less
+    the mean over the query's keys; or why that is unknown.
+    """
+    head = query.head
+    recorded = query.recorded
+    number = query.integer("query", 0, recorded.num_queries - 1)
+    key = query.integer("key", 0, recorded.num_keys - 1)
+    net = view.get_model()
+    from ..observe.head_analysis.score_attribution import attribute_score
+
+    place = (id_inputs(net, view.get_recorded()), number, key)
+    try:
+        result = attribute_score(net, [place], f"{query.site}:{head}", "mean")
+    except (ValueError, KeyError) as error:
+        return encode_arrays({}, reason=str(error))
+    parts = {side: one.by_size[:LISTED_WRITERS] for side, one in result.sides.items()}
+    values = {
+        side: np.array([one.value for _, one in of_side], np.float32)
+        for side, of_side in parts.items()
+    }
+    return encode_arrays(
+        values,
+        writers={side: [writer for writer, _ in of_side] for side, of_side in parts.items()},
+        total=result.total.value,
         reason="",
     )
 

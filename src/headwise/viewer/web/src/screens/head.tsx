@@ -13,6 +13,7 @@ import { PatchPanel } from "../components/patch_panel";
 import { QueryKeyPoints } from "../components/query_key_points";
 import { StrongestPairs, TokenLines } from "../components/token_lines";
 import { streamWords, tokenName } from "../components/tokens";
+import { WhyPanel } from "../components/why_panel";
 import { format, t, type TextKey } from "../i18n";
 import type { Site } from "../source";
 import { headForm, headName, leastShare, LENSES, lens, lockedCell, matrixView, rowMarginal, scale, SCALES, selectedHead, selectedSite, showsTable, site } from "../state";
@@ -59,6 +60,7 @@ export function HeadScreen(): JSX.Element {
           {(tokens > MAX_CELLS || matrixView.value) && <Minimap item={item} />}
           {isImage && <PatchPanel item={item} row={data.row} />}
           <RowPanel item={item} row={data.row} marginals={data.marginals} />
+          <WhyPanel item={item} />
           <OffsetProfile item={item} data={data} />
           <WrittenTokens item={item} />
         </div>
