@@ -53,6 +53,58 @@ def test_attention_and_ablation(measure: ModuleType, checkpoint: Path):
     check(task.with_transformer_lens(checkpoint, ids))
 
 
+def test_induction_scores(measure: ModuleType, checkpoint: Path):
+    """The mean of the weights that transformers returns, at the token after the first occurrence."""
+    task, repeated = measure.induction_heads, measure.make_repeated(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
+    with torch.no_grad():
+        weights = model(repeated, output_attentions=True).attentions
+    queries = range(64, 128)
+    expected = torch.tensor(
+        [[[float(w[0, h, t, t - 63]) for t in queries] for h in range(8)] for w in weights]
+    ).mean(-1)
+    found = task.with_headwise(checkpoint, repeated)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    pytest.importorskip("transformer_lens", reason="pip install transformer_lens")
+    found = task.with_transformer_lens(checkpoint, repeated)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_attribution_patching(measure: ModuleType, checkpoint: Path):
+    """(corrupt - clean) times the gradient at the input of the output projection."""
+    task = measure.attribution_patching
+    given = measure.make_pair(checkpoint) | {"tokens": [77, 74]}  # M and J: tokens are bytes here
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    outputs: list[list[torch.Tensor]] = []
+    for ids in given["pair"]:
+        outputs.append([])
+
+        def keep(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            args[0].retain_grad()
+            outputs[-1].append(args[0])
+
+        hooks = [
+            layer.self_attn.o_proj.register_forward_pre_hook(keep) for layer in model.model.layers
+        ]
+        logits = model(ids).logits[0, -1]
+        for hook in hooks:
+            hook.remove()
+        if len(outputs) == 1:
+            first, second = given["tokens"]
+            (logits[first] - logits[second]).backward()
+    products = [
+        ((corrupt - clean) * clean.grad).detach().unflatten(-1, (8, -1)).sum((0, 1, 3))
+        for clean, corrupt in zip(*outputs, strict=True)
+    ]
+    expected = torch.stack(products)
+    assert expected.abs().max() > 1e-4
+    found = task.with_headwise(checkpoint, *given.values())
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    pytest.importorskip("transformer_lens", reason="pip install transformer_lens")
+    found = task.with_transformer_lens(checkpoint, *given.values())
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
 def test_bytes_of_the_cache(measure: ModuleType):
     task, config = measure.kv_cache_bytes, measure.CONFIG
     right = 32 * 2 * 8 * 128 * 2 * 32_768  # layers, K and V, heads, channels, bytes, tokens
@@ -63,7 +115,7 @@ def test_bytes_of_the_cache(measure: ModuleType):
 
 def test_the_table_has_the_lines_of_the_code(measure: ModuleType):
     stored = json.loads((ROOT / "docs" / "compared-tasks.json").read_text())
-    assert len(stored["tasks"]) == 2
+    assert [row["task"] for row in stored["tasks"]] == list(measure.TASKS)
     for row in stored["tasks"]:
         module = getattr(measure, row["task"])
         for name, side in row["sides"].items():

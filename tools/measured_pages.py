@@ -530,7 +530,7 @@ def group_table(comparison: Comparison, group: str) -> str:
 
 
 def tasks_table() -> str:
-    """Lines of code and processor time of both sides of the tasks in examples/compared."""
+    """Lines of code, processor time and memory of both sides of the tasks in examples/compared."""
     report = json.loads(TASKS.read_text())
     rows = []
     for row in report["tasks"]:
@@ -538,13 +538,14 @@ def tasks_table() -> str:
             tool = f"{name.replace('_', '-')} {side.get('version', '')}".strip()
             link = f"[{row['task']}.py](../examples/compared/{row['task']}.py)"
             seconds = f"{side['seconds']:.2f}" if side["seconds"] >= 0.005 else "< 0.01"
-            rows.append([link, tool, str(side["lines"]), seconds])
+            cells = [str(side["lines"]), seconds, f"{side['peak']:.2f}"]
+            rows.append([link, row["model"] or "-", tool, *cells])
     machine = report["machine"]
     sentence = (
         f"{machine['processor']}, {machine['threads']} thread, torch {machine['torch']}, "
         f"transformers {machine['transformers']}."
     )
-    heads = ["task", "solved with", "lines of code", "processor seconds"]
+    heads = ["task", "model", "solved with", "lines of code", "processor seconds", "memory, GB"]
     return f"{sentence}\n\n{table(heads, rows)}"
 
 

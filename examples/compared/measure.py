@@ -1,7 +1,8 @@
-"""Processor time of both sides of the compared tasks on this machine, and their lines of code.
+"""Processor time and memory of both sides of the compared tasks on this machine, and their lines of
+code. FOLDER is a language model of transformers for the tasks that need a trained one.
 
 pip install transformer_lens hf-mem
-python examples/compared/measure.py > docs/compared-tasks.json
+python examples/compared/measure.py FOLDER > docs/compared-tasks.json
 """
 
 import ast
@@ -9,6 +10,8 @@ import inspect
 import json
 import os
 import platform
+import resource
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,13 +20,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from headwise.models.vocabulary import ByteVocabulary
 
 sys.path.insert(0, str(Path(__file__).parent))
 import attention_and_ablation
+import attribution_patching
+import induction_heads
 import kv_cache_bytes
+
+TASKS = {
+    module.__name__: module
+    for module in (attention_and_ablation, kv_cache_bytes, induction_heads, attribution_patching)
+}
+ON_FOLDER = ("induction_heads", "attribution_patching")  # tasks on the model that is named
+TEXTS = (
+    "When Mary and John went to the store, John gave a drink to",
+    "When Mary and John went to the store, Mary gave a drink to",
+)
+NAMES = (" Mary", " John")
 
 PEERS = {
     "with_transformer_lens": "transformer_lens",
@@ -72,21 +88,44 @@ def _span(statement: ast.stmt) -> range:
     return range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
 
 
-def call(function: Callable[..., Any]) -> float:
-    """Processor seconds of one call on a new checkpoint, with the arguments that the function
-    names.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        values = {
-            "checkpoint": save_checkpoint(Path(folder) / "model"),
-            "ids": make_ids(),
-            "config": CONFIG,
-            "context": 32_768,
-        }
-        names = inspect.signature(function).parameters
-        start = processor_time()
-        function(*(values[name] for name in names))
-        return processor_time() - start
+def make_pair(checkpoint: Path) -> dict[str, Any]:
+    """Ids of the two texts, and of the names whose logits are compared."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    texts = [torch.tensor(tokenizer(text)["input_ids"])[None] for text in TEXTS]
+    tokens = [tokenizer(name, add_special_tokens=False)["input_ids"][0] for name in NAMES]
+    return {"pair": tuple(texts), "tokens": tokens}
+
+
+def make_repeated(checkpoint: Path) -> torch.Tensor:
+    """64 random ids, and the same again."""
+    size = AutoConfig.from_pretrained(checkpoint).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(size // 50, size, (1, 64), generator=generator).repeat(1, 2)
+
+
+def call(function: Callable[..., Any], checkpoint: Path) -> float:
+    """Processor seconds of one call with the arguments that the function names."""
+    values = {"checkpoint": checkpoint, "ids": make_ids(), "config": CONFIG, "context": 32_768}
+    names = inspect.signature(function).parameters
+    if "repeated" in names:
+        values["repeated"] = make_repeated(checkpoint)
+    if "pair" in names:
+        values |= make_pair(checkpoint)
+    start = processor_time()
+    function(*(values[name] for name in names))
+    return processor_time() - start
+
+
+def measure_side(task: str, side: str, folder: str) -> dict[str, Any]:
+    """Processor seconds of the second call, and the largest memory of this process."""
+    torch.set_num_threads(1)
+    function = getattr(TASKS[task], side)
+    with tempfile.TemporaryDirectory() as temporary:
+        checkpoint = Path(folder) if folder else save_checkpoint(Path(temporary) / "model")
+        call(function, checkpoint)  # imports, and code that is compiled once
+        seconds = call(function, checkpoint)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # GB, of kB on Linux
+    return {"lines": count_lines(function), "seconds": round(seconds, 3), "peak": round(peak, 2)}
 
 
 def processor_time() -> float:
@@ -102,15 +141,18 @@ def find_version(package: str) -> str | None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    if sys.argv[1] == "--side":
+        print(json.dumps(measure_side(*sys.argv[2:])))
+        sys.exit()
     rows = []
-    for module in (attention_and_ablation, kv_cache_bytes):
-        row: dict[str, Any] = {"task": module.__name__, "sides": {}}
-        for name, function in vars(module).items():
+    for task, module in TASKS.items():
+        model = Path(sys.argv[1]) if task in ON_FOLDER else None
+        row: dict[str, Any] = {"task": task, "model": model.name if model else "", "sides": {}}
+        for name in vars(module):
             if name.startswith("with_"):
-                call(function)  # imports, and code that is compiled once
-                seconds = call(function)
-                side = {"lines": count_lines(function), "seconds": round(seconds, 3)}
+                command = [sys.executable, __file__, "--side", task, name, str(model or "")]
+                output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                side = json.loads(output.splitlines()[-1])
                 if name in PEERS:
                     side["version"] = find_version(PEERS[name])
                 row["sides"][name.removeprefix("with_")] = side

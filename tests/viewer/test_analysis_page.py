@@ -143,7 +143,9 @@ def test_a_kept_cell_says_why_its_key_is_chosen(page: Any):
     net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
     trace = hw.trace(net, torch.arange(1, 13)[None])
     model = OpenModel(trace, net)
-    attributed = hw.head_analysis.attribute_score(net, [(torch.arange(1, 13)[None], 7, 3)], "L1H2", "mean")
+    attributed = hw.head_analysis.attribute_score(
+        net, [(torch.arange(1, 13)[None], 7, 3)], "L1H2", "mean"
+    )
     fields, arrays = decode_arrays(ask(model, "/api/why?site=1&head=2&query=7&key=3"))
     assert fields["total"] == pytest.approx(attributed.total.value)
     for side, found in attributed.sides.items():
