@@ -384,6 +384,24 @@ def test_models_without_one_residual_stream_are_refused():
         attribute_score(build("gpt2"), [(CLEAN, 2, 1)], "L1H0", "median")
 
 
+def test_blocks_with_other_writers_are_refused():
+    """The convolutions of LFM2 would be taken for biases; frozen MLPs on paths are refused too."""
+    transformers = pytest.importorskip("transformers")
+    kinds = ["conv", "full_attention"]
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 67}
+    config = transformers.Lfm2Config(
+        **sizes, num_hidden_layers=2, num_attention_heads=4, layer_types=kinds
+    )
+    model = transformers.Lfm2ForCausalLM(config).eval()
+    words = "headwise finds one MLP in model.layers.0 of Lfm2ForCausalLM, which also has weights"
+    with pytest.raises(ValueError, match=words):
+        attribute_score(model, [(CLEAN, 2, 1)], "decoder.1.attention:0")
+    with pytest.raises(ValueError, match=words):
+        hw.head_analysis.patch_paths(
+            model, [(CLEAN, CLEAN)], "log_probability:3", [("embedding", "logits")], mlps="frozen"
+        )
+
+
 def test_a_norm_whose_scale_cannot_be_held_is_refused():
     class LlamaRMSNorm(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -361,13 +361,15 @@ class CircuitModel:
     def check_all_mlps(self) -> None:
         """Raise if a block has matrices outside its attentions and the MLP that is known of it."""
         self._check_not_repeated("MLPs have no one output to freeze")
-        ids_of_block: dict[str, set[int]] = {}  # of parameters of its attentions and its MLP
+        # the modules of the attentions and the MLP of each block; some blocks have no attention
+        parts_of_block = {path: list[nn.Module](mlp[1:]) for path, mlp in self.mlps.items()}
         for one in self.site_modules:
             block = self.block_of_site.get(one.site.name, "")
             attention = one.site.path.removeprefix(f"{block}.").partition(".")[0]
-            modules = [self.model.get_submodule(f"{block}.{attention}".strip("."))]
-            if block in self.mlps:
-                modules += self.mlps[block][1:]
+            module = self.model.get_submodule(f"{block}.{attention}".strip("."))
+            parts_of_block.setdefault(block, []).append(module)
+        ids_of_block: dict[str, set[int]] = {}  # of parameters
+        for block, modules in parts_of_block.items():
             for module in modules:
                 ids_of_block.setdefault(block, set()).update(map(id, module.parameters()))
         for block, ids in ids_of_block.items():

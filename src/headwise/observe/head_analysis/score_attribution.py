@@ -404,6 +404,7 @@ def _read_places(model: nn.Module, places: Iterable[Any], head: str) -> tuple[li
     """Return the runs of places for a head, and the name of the model."""
     nodes = CircuitModel(model)
     _ = nodes.first_block  # raises unless there is one residual stream
+    nodes.check_all_mlps()  # so that what remains are biases
     node = Node(HEAD, *locate_head(head, [one.site for one in nodes.site_modules]))
     (module,) = [one for one in nodes.site_modules if one.site.name == node.place]
     for part in INPUTS_OF_HEAD:
