@@ -162,3 +162,23 @@ def test_groups_that_cross_are_kept_until_all_are_whole():
     assert base(modifiers=crossing).required_score_heads(0) == frozenset(range(6))
     assert base(modifiers=crossing[:1]).required_score_heads(0) == {0, 1, 2}
     assert base(modifiers=crossing[1:]).required_score_heads(5) == {4, 5}
+
+
+def test_the_mix_starts_almost_as_the_identity():
+    """With the standard deviations of DCFormer's code: Xavier's for the hidden units, so small ones
+    for the rest that the composed scores differ little from those of plain heads.
+    """
+    torch.manual_seed(0)
+    width, heads, rank = 256, 8, 2
+    units = 2 * rank * heads
+    weights = dict(hw.Attention(hw.design("dcmha", model=width, heads=heads)).named_parameters())
+    for side in ("query", "key"):
+        expected = {
+            "hidden": sqrt(2 / (width + units)),
+            "source": 0.02 / (sqrt(units) * (heads + rank)),
+            "target": 0.02 / (sqrt(units) * (heads + rank)),
+            "gate": 0.005 * sqrt(2 / (width + heads)),
+        }
+        for name, std in expected.items():
+            found = weights[f"dynamic_composition.{side}_{name}"].detach().std().item()
+            assert found == pytest.approx(std, rel=0.1), name
