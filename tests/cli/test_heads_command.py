@@ -173,7 +173,7 @@ def test_needles_add_a_measure_or_say_that_none_was_found(tmp_path, capsys):
     needles = [("the key of the door is a red one.", "what is the key of the door?")]
     needles.append(("the cat of the mayor is called Bo.", "how is the cat of the mayor called?"))
     (tmp_path / "needles").write_text("\n".join(map("\t".join, needles)))
-    more = f"--limit 3 --needles --needle-file {tmp_path / 'needles'}"
+    more = f"--limit 3 --needles {tmp_path / 'needles'}"
     data = run_json(capsys, "heads", tmp_path / "net", more)
     assert data["retrieval"]["notes"] == ["the model found 0 of 10 hidden needles: no score"]
     assert data["heads"][0]["measures"]["retrieval"]["value"] is None

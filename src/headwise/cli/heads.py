@@ -27,7 +27,6 @@ from .arguments import (
 )
 from .options import (
     Count,
-    InputFile,
     InputFiles,
     Natural,
     Positive,
@@ -92,8 +91,8 @@ class HeadsOptions(TextOptions):
     --collapse  how much the states of a text's tokens differ before and after all layers
 
     long texts:
-    --needles  measure which heads retrieve facts that are hidden in the texts
-    --needle-file FILE  hide these facts: lines NEEDLE, tab, QUESTION (default: 10 that are made up)
+    --needles [FILE=made-up]  measure which heads retrieve facts that are hidden in the texts: those
+        of lines NEEDLE, tab, QUESTION, or without FILE 10 that are made up
     --streaming DIR  measure which heads need only the first and latest tokens, and write their
         scores to this folder, as DuoAttention and kvpress read them
     --sinks COUNT  first tokens that streaming heads keep
@@ -131,7 +130,6 @@ class HeadsOptions(TextOptions):
         "draw": "out",
         "normalise_layers": "importance",
         "address": "engine",
-        "needle_file": "needles",
         **dict.fromkeys(("sinks", "window"), "streaming"),
         "by": "sequences",
     }
@@ -164,8 +162,7 @@ class HeadsOptions(TextOptions):
     circuits: bool = False
     spectra: bool = False
     collapse: bool = False
-    needles: bool = False
-    needle_file: InputFile | None = None
+    needles: str | None = None
     streaming: str | None = None
     sinks: Natural = 64
     window: Count = 256
@@ -233,11 +230,13 @@ class HeadsOptions(TextOptions):
         self.read_needles()  # refuses wrong lines
 
     def read_needles(self) -> list[Needle]:
-        """Return the needles of --needle-file; without it, made-up ones."""
-        from ..observe.head_analysis.retrieval_heads import make_needles, read_needles
+        """Return the needles of --needles; made-up ones without a file."""
+        from ..observe.head_analysis.retrieval_heads import MADE_UP, make_needles, read_needles
 
-        file = self.needle_file
-        return make_needles(seed=self.seed) if file is None else read_needles(file)
+        if self.needles in (None, MADE_UP):
+            return make_needles(seed=self.seed)
+        check_input_file("--needles", self.needles)
+        return read_needles(self.needles)
 
     def _allow_only(self, names: str, fact: str, remedy: str = "leave it out") -> None:
         for name, flag in self.options_set.items():
@@ -293,7 +292,7 @@ def run_extras(
         table = _add_measures(table, [(one, {"importance": one.measure}) for one in result.heads])
         table = table.with_notes(result.notes)
     over_long_texts: list[tuple[str, HeadTable]] = []
-    if args.needles:
+    if args.needles is not None:
         needles = args.read_needles()
         progress = report.counter("hidden needles", len(needles) * len(long.DEPTHS), "texts")
         retrieval = long.measure_retrieval(model, needles, examples, progress=progress)

@@ -19,9 +19,8 @@ from ...training.data.images import IMAGE_SUFFIXES, ArrayImages, ImageFiles, Ima
 from ...training.data.text_files import existing_path, list_files, open_npy
 from ...util.errors import SpecError
 from ..inspect.attention_sites import require_ability
-from ..inspect.hooks import AttentionHook, run_observed
+from ..inspect.hooks import CallHook, run_observed
 from ..inspect.model_inputs import list_arguments
-from ..inspect.site import ObservedCall
 from .annotated_examples import Example, TokenAnnotations
 
 MAX_OTHER_TOKENS = 16  # class, distillation and register tokens before the patches
@@ -180,12 +179,12 @@ def examples_from_pixels(model: nn.Module, pixels: Tensor) -> ImageExamples:
     name = _image_argument(model)
     inputs = [{name: image[None]} for image in pixels]
     observable = require_ability(model, "observe")
-    counters = {module.site.name: _TokenCounter() for module in observable}
+    counters = {module.site.name: CallHook(lambda call: call.counts) for module in observable}
     run_observed(model, inputs[0], observable, counters)
     # Number of tokens at each site, or 0 where queries and keys differ
     counts: dict[str, int] = {}
     for name, counter in counters.items():
-        queries, keys = counter.counts
+        queries, keys = counter.result or (0, 0)
         counts[name] = queries if queries == keys else 0
     num_patches = layout.rows * layout.columns
     fitting = range(num_patches, num_patches + MAX_OTHER_TOKENS + 1)
@@ -246,13 +245,3 @@ def read_images(model: nn.Module, path: str | Path, limit: int | None = None) ->
     _check_image_size(layout, (pixels.shape[-1], *pixels.shape[1:-1]))
     scaled = pixels if is_scaled else _normalise(model, pixels)
     return torch.from_numpy(np.ascontiguousarray(scaled.transpose(0, 3, 1, 2), dtype=np.float32))
-
-
-class _TokenCounter(AttentionHook):
-    """Hook that counts the queries and keys of a call."""
-
-    counts: tuple[int, int] = (0, 0)
-
-    def on_call(self, call: ObservedCall) -> None:
-        """Count queries and keys."""
-        self.counts = call.counts

@@ -42,7 +42,7 @@ from ...util.errors import SpecError, pluralise
 from ...util.files import read_json_file, read_text_file, write_atomically
 from ...util.output_paths import Existing, FolderKind, stage_folder
 from ..inspect.attention_sites import require_ability
-from ..inspect.hooks import AttentionHook, SiteModule, run_observed
+from ..inspect.hooks import CallHook, SiteModule, run_observed
 from ..inspect.model_inputs import get_max_length
 from ..inspect.model_tokenizer import make_reader
 from ..inspect.site import ObservedCall
@@ -57,7 +57,7 @@ from .text_analysis import read_texts, text_reader
 RETRIEVAL = "retrieval"
 LENGTHS = (128, 256, 512)  # tokens of a haystack
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # place of the needle, as a share of the haystack
-NUM_NEEDLES = 10
+MADE_UP = "made-up"  # the needles of `make_needles`
 MIN_FOUND = 0.5  # share of the tokens of a needle that the model must predict
 MIN_RETRIEVAL = 0.1  # score of a retrieval head in the paper
 SIGNIFICANCE = 0.05
@@ -84,7 +84,7 @@ class Needle(NamedTuple):
     question: str
 
 
-def make_needles(count: int = NUM_NEEDLES, seed: int = 0) -> list[Needle]:
+def make_needles(count: int = 10, seed: int = 0) -> list[Needle]:
     """Return facts about names, places and numbers that no model can know.
 
     >>> make_needles(1)[0].question
@@ -162,18 +162,6 @@ def hide_needle(
 
 
 # --- Scores ---------------------------------------------------------------------------------------
-
-
-class CallHook(AttentionHook):
-    """Keep what a function returns for the call of a layer."""
-
-    def __init__(self, function: Callable[[ObservedCall], Any]) -> None:
-        self.function = function
-        self.result: Any = None
-
-    def on_call(self, call: ObservedCall) -> None:
-        """Apply the function."""
-        self.result = self.function(call)
 
 
 def find_largest_keys(rows: slice, call: ObservedCall) -> tuple[Tensor, Tensor]:

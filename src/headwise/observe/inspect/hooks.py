@@ -198,6 +198,17 @@ class AttentionHook:
         """
 
 
+class CallHook(AttentionHook):
+    """Keep what a function returns for the last call of a layer."""
+
+    def __init__(self, function: Callable[[ObservedCall], Any]) -> None:
+        self.function = function
+        self.result: Any = None
+
+    def on_call(self, call: ObservedCall, /) -> None:
+        self.result = self.function(call)
+
+
 @dataclass(frozen=True, eq=False)
 class OutputHook(AttentionHook):
     """Pass the head outputs to a function; what it returns replaces them, unless it is None."""
