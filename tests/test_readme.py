@@ -105,7 +105,11 @@ def test_the_readmes_name_every_script():
     scripts = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml")}
     assert set(SCRIPTS) < scripts
     named = set(re.findall(r"\(examples/([\w.]+)\)", text))
-    in_how_to = {"dinov2_from_onnx.py", "whisper_from_ctranslate2.py"}
+    in_how_to = {
+        "circuits_beside_behaviour.py",
+        "dinov2_from_onnx.py",
+        "whisper_from_ctranslate2.py",
+    }
     assert named | in_how_to == scripts
 
 
