@@ -108,6 +108,7 @@ def test_the_readmes_name_every_script():
     in_how_to = {
         "circuits_beside_behaviour.py",
         "dinov2_from_onnx.py",
+        "headvis_data.py",
         "whisper_from_ctranslate2.py",
     }
     assert named | in_how_to == scripts
