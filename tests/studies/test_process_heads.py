@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from headwise.kernels.capabilities import use_threads
+from headwise.observe import bundled_sample
 from headwise.observe.head_analysis.annotated_examples import Example, ExampleReader
 from headwise.observe.head_analysis.dependency_syntax import DependencyScores
 from headwise.observe.head_analysis.head_measurement import MeasureOptions, measure_heads
@@ -20,7 +20,6 @@ from headwise.studies.process_engine import SHARD_SIZE, ProcessHeads
 from headwise.util.errors import SpecError
 from studies import dying_cells
 from support.command_help import run_json
-from support.saved_models import save_models
 from support.transformers_models import ZOO
 
 
@@ -60,15 +59,13 @@ def test_processes_give_the_bytes_of_one_thread():
 
 
 @pytest.mark.lengthy
-def test_the_command_divides_the_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    model = save_models(tmp_path)["gpt2"]
-    lines = [f"text {n} has {n * n} letters" for n in range(11)]
-    (tmp_path / "texts.txt").write_text("\n".join(lines))
-    command = f"--data {tmp_path / 'texts.txt'} --sequences 2"
+def test_the_command_divides_texts_with_alignments(capsys: pytest.CaptureFixture[str]):
+    command = "--task dates --limit 11 --sequences 2"
     with use_threads(1):
-        expected = run_json(capsys, "heads", model, command)
+        expected = run_json(capsys, "heads", bundled_sample.MODEL, command)
     assert len(expected["sequences"]["heads"]) == len(expected["heads"])
-    assert run_json(capsys, "heads", model, f"{command} --jobs 2") == expected
+    assert any("alignment input" in head["measures"] for head in expected["heads"])
+    assert run_json(capsys, "heads", bundled_sample.MODEL, f"{command} --jobs 2") == expected
 
 
 @pytest.mark.lengthy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import cast
 
 import torch
@@ -56,18 +57,32 @@ def initialise_weight(weight: WeightSpec) -> Tensor:
 ActivationFunction = Callable[[Tensor], Tensor]
 ProjectionLookup = Callable[[str], Tensor]  # the projection of the input by name, "up" or "gate"
 
+
+# Functions of the module, which other processes can import, as pickle needs.
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _linear(x: Tensor) -> Tensor:
+    return x
+
+
 ACTIVATIONS: dict[str, ActivationFunction] = {
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
     "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
+    "relu2": _relu2,
     "relu6": F.relu6,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
     "mish": F.mish,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "linear": lambda x: x,
+    "quick_gelu": _quick_gelu,
+    "linear": _linear,
 }
 BOUNDED_SILU_PATTERN = re.compile(r"bounded_silu\(([-+.\w]+), ([-+.\w]+)\)")
 
@@ -92,13 +107,21 @@ def make_hidden_activation(spec: FeedForwardSpec) -> Callable[[ProjectionLookup]
     if bounded := BOUNDED_SILU_PATTERN.fullmatch(spec.activation):
         if spec.form != "gated":
             raise SpecError(f"{spec.activation} needs a gate; give FeedForwardSpec(form='gated')")
-        return _bounded_silu_glu(*(float(number) for number in bounded.groups()))
+        return partial(_bounded_silu_glu, *(float(number) for number in bounded.groups()))
     act = get_activation(spec.activation)
     if spec.form == "gated":
         if spec.activation == "silu":
             return _swiglu
-        return lambda project: act(project("gate")) * project("up")
-    return lambda project: act(project("up"))
+        return partial(_gated, act)
+    return partial(_ungated, act)
+
+
+def _ungated(act: ActivationFunction, project: ProjectionLookup) -> Tensor:
+    return act(project("up"))
+
+
+def _gated(act: ActivationFunction, project: ProjectionLookup) -> Tensor:
+    return act(project("gate")) * project("up")
 
 
 def _swiglu(project: ProjectionLookup) -> Tensor:
@@ -107,13 +130,10 @@ def _swiglu(project: ProjectionLookup) -> Tensor:
     return F.silu(gate) * up
 
 
-def _bounded_silu_glu(gain: float, limit: float) -> Callable[[ProjectionLookup], Tensor]:
-    def bounded_silu(project: ProjectionLookup) -> Tensor:
-        gate = project("gate").clamp(max=limit)
-        up = project("up").clamp(-limit, limit)
-        return gate * torch.sigmoid(gain * gate) * (up + 1)
-
-    return bounded_silu
+def _bounded_silu_glu(gain: float, limit: float, project: ProjectionLookup) -> Tensor:
+    gate = project("gate").clamp(max=limit)
+    up = project("up").clamp(-limit, limit)
+    return gate * torch.sigmoid(gain * gate) * (up + 1)
 
 
 # --- Norms and feed-forwards ----------------------------------------------------------------------

@@ -253,7 +253,7 @@ class TopSequences(TableResult):
         before = "".join(queries[: one.query + 1]).strip()[-CONTEXT:]
         places = ((queries, one.query), (keys, one.key))
         tokens = [words[place] if words else "" for words, place in places]
-        shown = [cut(word.strip() or repr(word)[1:-1], CONTEXT) for word in tokens]
+        shown = [cut(word.strip() or repr(word), CONTEXT) for word in tokens]
         return (one.value, one.text, *shown, before)
 
     def words(self, text: int, stream: str) -> Sequence[str]:
