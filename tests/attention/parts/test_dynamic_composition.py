@@ -171,7 +171,7 @@ def test_the_mix_starts_almost_as_the_identity():
     torch.manual_seed(0)
     width, heads, rank = 256, 8, 2
     units = 2 * rank * heads
-    weights = dict(hw.Attention(hw.design("dcmha", model=width, heads=heads)).named_parameters())
+    weights = dict(hw.Attention(hw.PRESETS["dcmha"](model=width, heads=heads)).named_parameters())
     for side in ("query", "key"):
         expected = {
             "hidden": sqrt(2 / (width + units)),
