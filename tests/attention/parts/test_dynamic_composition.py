@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.attention.parts import dynamic_composition
+from headwise.attention.parts.dynamic_composition import DynamicComposition
 from support import layer_cases as cases
 from support.layer_cases import base, check_close
 
@@ -182,3 +184,34 @@ def test_the_mix_starts_almost_as_the_identity():
         for name, std in expected.items():
             found = weights[f"dynamic_composition.{side}_{name}"].detach().std().item()
             assert found == pytest.approx(std, rel=0.1), name
+
+
+@pytest.mark.parametrize("on", ["scores", "weights"])
+def test_the_kernel_adds_the_static_mix(on: str, monkeypatch: pytest.MonkeyPatch):
+    """The layer with the kernel for mixing equals the layer without it, forward and backward."""
+    part = DynamicComposition(on=on, static="full", groups=2)
+    layer = hw.Attention(base(heads=4, kv=4, modifiers=(part,)), backend="chunked").double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(1, 400, layer.spec.model, dtype=torch.float64)  # several blocks of queries
+    kernels, called = dynamic_composition.composing.HEAD_MIXING_KERNELS, []
+    monkeypatch.setattr(kernels, "run_kernel", spy(kernels.run_kernel, called))
+    results = []
+    for is_allowed in (True, False):
+        if not is_allowed:
+            monkeypatch.setattr(kernels, "can_run", lambda _: False)
+        y = layer(x)
+        y.square().sum().backward()
+        results.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
+        layer.zero_grad()
+    assert called
+    for fused, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-9, atol=1e-9)
+
+
+def spy(run, called):
+    def run_and_note(*args, **kwargs):
+        called.append(args)
+        return run(*args, **kwargs)
+
+    return run_and_note
