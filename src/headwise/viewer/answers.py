@@ -380,7 +380,7 @@ def answer_why(view: OpenModel, query: Query) -> bytes:
 
     place = (id_inputs(net, view.get_recorded()), number, key)
     try:
-        result = attribute_score(net, [place], f"{query.site}:{head}", "mean", pairs=False)
+        result = attribute_score(net, [place], f"{query.site}:{head}", "mean")
     except (ValueError, KeyError) as error:
         return encode_arrays({}, reason=str(error))
     parts = {side: one.by_size[:LISTED_WRITERS] for side, one in result.sides.items()}

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -326,7 +326,6 @@ def attribute_score(
     head: str,
     baseline: str = "zero",
     *,
-    pairs: bool = True,
     tokenizer: object = None,
 ) -> WriterAttribution:
     """Attribute the score of a query and a key in a head to earlier heads, MLPs and embeddings.
@@ -336,9 +335,6 @@ def attribute_score(
     of q meets the whole k; on the side of the key, the whole q meets its part of k. The parts of
     each side sum to the score. With `baseline` "mean", it is the difference of the score to the
     mean over all keys that the query may attend to: softmax ignores what all keys have in common.
-
-    The pairs need a backward pass for each channel of the head; without `pairs` there is one for
-    each side.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -350,35 +346,21 @@ def attribute_score(
     check_known("baseline", baseline, BASELINES)
     with text_reader(model, tokenizer) as reader, torch.enable_grad():
         runs, owner = _read_places(reader, places, head)
-        scores = [_find_score(run, baseline) for run in runs]
-        parts = np.stack([_score_parts(*both) for both in zip(runs, scores, strict=True)])
-        products = [_score_products(*both) for both in zip(runs, scores, strict=True)] * pairs
+        products = np.stack([_score_products(run, baseline) for run in runs])
     names = (*runs[0].names, SCORE_BIAS)
-    score = estimate_effect(parts[:, 0].sum(-1))
+    score = estimate_effect(products.sum((1, 2)))
     less = " minus the mean over its keys" if baseline == "mean" else ""
     title = _title(f"{owner}, score of {head}{less}", runs)
-    sides = {
-        side: WriterSide(
-            f"{title}; by parts of the {side}",
-            score,
-            _describe(names, (*runs[0].sites, ""), parts[:, number]),
-        )
-        for number, side in enumerate(("query", "key"))
-    }
-    return WriterAttribution(sides, _largest_pairs(runs[0].names, products))
-
-
-def _largest_pairs(names: Sequence[str], products: Sequence[Array]) -> tuple[WriterPair, ...]:
-    """Return the largest products of parts [writers, writers] of all places."""
-    if not products:
-        return ()
-    by_place = np.stack(products)
-    largest: list[WriterPair] = []
-    for cell in np.abs(by_place.mean(0)).ravel().argsort()[::-1][:NUM_SHOWN]:
+    sides: dict[str, WriterSide] = {}
+    for side, axis in (("query", 2), ("key", 1)):
+        parts = _describe(names, (*runs[0].sites, ""), products.sum(axis))
+        sides[side] = WriterSide(f"{title}; by parts of the {side}", score, parts)
+    pairs: list[WriterPair] = []
+    for cell in np.abs(products.mean(0)).ravel().argsort()[::-1][:NUM_SHOWN]:
         query, key = divmod(int(cell), len(names))
-        effect = estimate_effect(by_place[:, query, key])
-        largest.append(WriterPair(names[query], names[key], effect))
-    return tuple(largest)
+        effect = estimate_effect(products[:, query, key])
+        pairs.append(WriterPair(names[query], names[key], effect))
+    return WriterAttribution(sides, tuple(pairs))
 
 
 def attribute_value(
@@ -433,15 +415,10 @@ def _read_places(model: nn.Module, places: Iterable[Any], head: str) -> tuple[li
     return runs, get_model_name(model)
 
 
-class _Score(NamedTuple):
-    """The query times the scale, the key or its difference to the mean key, and the score bias."""
-
-    q: Tensor
-    k: Tensor
-    bias: float
-
-
-def _find_score(run: WriterRun, baseline: str) -> _Score:
+def _score_products(run: WriterRun, baseline: str) -> Array:
+    """Return the products of the terms of q and of k, and the bias of the score in the last cell,
+    [writers, writers].
+    """
     allowed = run.allowed.cpu()
     share = torch.zeros(len(allowed), dtype=torch.float64)
     share[run.key] = 1
@@ -449,26 +426,13 @@ def _find_score(run: WriterRun, baseline: str) -> _Score:
         share -= allowed.double() / allowed.sum()
     head = run.head.head
     k_SK = run.vectors.k_BSGK[0, :, head]
-    total = 0.0
+    k_terms = run.terms(share.to(k_SK) @ k_SK)
+    products = run.terms(run.vectors.q_BTHK[0, run.query, head]) @ k_terms.T * run.vectors.scale
+    products = F.pad(products.cpu(), (0, 1, 0, 1))
     for bias in run.vectors.additive_masks(run.row):
         of_head = bias[0, head if bias.shape[1] > 1 else 0, 0].cpu().expand(len(share))
-        total += float(of_head.where(allowed, 0).double() @ share)
-    q_K = run.vectors.q_BTHK[0, run.query, head] * run.vectors.scale
-    return _Score(q_K, share.to(k_SK) @ k_SK, total)
-
-
-def _score_parts(run: WriterRun, score: _Score) -> Array:
-    """Return the parts of the score by writers of the query and by writers of the key, and last its
-    bias, [2, writers + 1].
-    """
-    sides = (score.q @ score.k.detach(), score.q.detach() @ score.k)
-    parts = torch.stack([run.terms(side[None])[:, 0] for side in sides])
-    return F.pad(parts.cpu(), (0, 1), value=score.bias).numpy()
-
-
-def _score_products(run: WriterRun, score: _Score) -> Array:
-    """Return the products of the terms of q and of k, [writers, writers]."""
-    return (run.terms(score.q) @ run.terms(score.k).T).cpu().numpy()
+        products[-1, -1] += of_head.where(allowed, 0).double() @ share
+    return products.numpy()
 
 
 def _value_terms(run: WriterRun, ids: Sequence[int]) -> tuple[Array, float]:
