@@ -84,6 +84,11 @@ def test_copies_and_views_are_distinguished():
     assert moved.strides == (5120, 512, 64, 1)
 
 
+def test_a_layer_larger_than_memory_is_walked():
+    steps = walk(hw.design(model=2**18, heads=2**9), tokens=10**6).steps
+    assert steps[-1].shape == (5, 10**6, 2**18)
+
+
 @pytest.mark.parametrize("name", cases.EXAMPLES)
 def test_every_example_can_be_walked(name: str):
     spec = cases.EXAMPLES[name]

@@ -139,12 +139,12 @@ class OperationTrace(NotebookResult):
 def walk(
     spec: AttentionSpec, batch: int = 5, tokens: int = 10, source_tokens: int | None = None
 ) -> OperationTrace:
-    """Trace a layer of this spec on a random input [batch, tokens, model], run by the `dense`
-    backend.
+    """Trace a layer of this spec on an input [batch, tokens, model], run by the `dense` backend.
+
+    The tensors have shapes and no values, so layers of any size take no memory.
 
     Products and norms are torch's operations, so that the steps are the same on every machine. With
-    `source_tokens`, or if the spec has a source width, the layer attends to a second random
-    sequence.
+    `source_tokens`, or if the spec has a source width, the layer attends to a second sequence.
     """
     sizes = {
         "batch": batch,
@@ -159,13 +159,13 @@ def walk(
     if source_tokens is None and spec.source is not None:
         source_tokens = tokens
     torch_operations = points_of_class("other")
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), assume_points(torch_operations):
+    with torch.device("meta"), torch.no_grad(), assume_points(torch_operations):
         layer = Attention(spec, backend="dense").eval()
         layer.parts = _SeparateProjections(spec, layer.weights)
-        x_BTD = torch.randn(batch, tokens, spec.model)
+        x_BTD = torch.empty(batch, tokens, spec.model)
         z_BSE = None
         if source_tokens is not None:
-            z_BSE = torch.randn(batch, source_tokens, spec.source or spec.model)
+            z_BSE = torch.empty(batch, source_tokens, spec.source or spec.model)
         recorder = _Recorder()
         recorder.begin("x", x_BTD)
         if z_BSE is not None:
@@ -255,8 +255,9 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def _shares_storage(out: Tensor, operands: Sequence[Tensor]) -> bool:
-    address = out.untyped_storage().data_ptr()
-    return any(address == tensor.untyped_storage().data_ptr() for tensor in operands)
+    # storages of tensors without values have no address
+    is_alias: Any = torch._C._is_alias_of  # pyright: ignore[reportAttributeAccessIssue]
+    return any(is_alias(out, tensor) for tensor in operands)
 
 
 def _current_part_method() -> tuple[str, str]:

@@ -497,9 +497,13 @@ def attach_named_tokenizer(model: nn.Module, args: TokenizerOptions) -> nn.Modul
 
 
 def load_on_device(load: Callable[..., ModelT], name: str, args: LoadingOptions) -> ModelT:
-    """Load a model to the device and in the dtype of the options."""
+    """Load a model to the device and in the dtype of the options, and print where it runs."""
+    from ..kernels.devices import Placement
+
+    Placement.resolve(**args.loading)  # refuses a device that is not there before a download
+    model = load(name, **args.loading)
     announce_placement(name, args)
-    return load(name, **args.loading)
+    return model
 
 
 def announce_placement(name: str, args: LoadingOptions) -> None:

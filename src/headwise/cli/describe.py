@@ -177,7 +177,7 @@ class WalkOptions(SpecOptions):
 
 
 def walk_main(argv: list[str]) -> int:
-    """Run a layer once on random input and print its tensor operations."""
+    """Run a layer once, on tensors without values, and print its tensor operations."""
     args = WalkOptions.parse(argv)
     place, spec = _select_attention(args)
     from ..attention.op_trace import AttentionSteps, walk
