@@ -38,9 +38,9 @@ NUM_SHOWN = 12
 Heads = dict[tuple[str, int], float]
 
 
-def find_ids(model: hw.Transformer, words: str) -> list[int]:
-    """Return the ids of words up to the first one that is several tokens, after a space if that is
-    one token.
+def find_ids(model: hw.Transformer, words: str, *, is_series: bool) -> list[int]:
+    """Return the ids of words, after a space if that is one token. A word that is several tokens is
+    left out; a series ends there.
     """
     make_reader(model)  # raises if the model has no tokenizer
     ids: list[int] = []
@@ -50,7 +50,8 @@ def find_ids(model: hw.Transformer, words: str) -> list[int]:
                 ids.append(find_token_id(model, text))
                 break
         else:
-            break
+            if is_series:
+                break
     return ids
 
 
@@ -174,8 +175,11 @@ def compare(model: hw.Transformer, texts: list[str] | None = None) -> Table:
     copying = {
         (one.site, one.head): one.copying for one in head_circuits.measure_head_circuits(model)
     }
-    series = [ids for ids in (find_ids(model, one) for one in SERIES) if len(ids) > 1]
-    names = find_ids(model, NAMES)
+    found = [find_ids(model, one, is_series=True) for one in SERIES]
+    series = [ids for ids in found if len(ids) > 1]
+    names = find_ids(model, NAMES, is_series=False)
+    if not series:
+        raise SystemExit("no series of this script is of single tokens in this model")
     successors, copies = measure_roles(model, series, names)
     measures = (previous, qk, induction, composition, copying, successors, copies)
     ranked = sorted(place_of.items(), key=lambda item: -induction[item[1]])

@@ -123,9 +123,9 @@ def test_one_table_has_both_sides(example):
     config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256}
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     with pytest.raises(ValueError, match="has no tokenizer, so it only takes ids"):
-        example.find_ids(net, "A B")
+        example.find_ids(net, "A B", is_series=True)
     net.usage = hw.ProcessorSpec(tokenizer=ByteVocabulary().document)
-    assert example.find_ids(net, "A B AB C") == [65, 66]
+    assert example.find_ids(net, "A B AB C", is_series=True) == [65, 66]
     table = example.compare(net, ["one text", "another one", "a third"])
     assert len(table.rows) == 6
     assert [row[4] is None for row in sorted(table.rows)] == [True] * 3 + [False] * 3

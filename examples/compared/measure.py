@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from headwise.models.vocabulary import ByteVocabulary
-
 sys.path.insert(0, str(Path(__file__).parent))
 import attention_and_ablation
 import attribution_patching
@@ -62,6 +60,8 @@ def save_checkpoint(folder: Path) -> Path:
     """Save a random Llama with 4 layers of 8 query heads on 4 key-value heads, and a tokenizer of
     bytes, without which TransformerLens opens no model.
     """
+    from headwise.models.vocabulary import ByteVocabulary
+
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=256, num_attention_heads=8, num_key_value_heads=4, **SIZES)
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -124,7 +124,7 @@ def measure_side(task: str, side: str, folder: str) -> dict[str, Any]:
         checkpoint = Path(folder) if folder else save_checkpoint(Path(temporary) / "model")
         call(function, checkpoint)  # imports, and code that is compiled once
         seconds = call(function, checkpoint)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # GB, of kB on Linux
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # KiB on Linux
     return {"lines": count_lines(function), "seconds": round(seconds, 3), "peak": round(peak, 2)}
 
 

@@ -303,3 +303,9 @@ def test_a_trace_runs_on_no_device(capsys, models, tmp_path):
     capsys.readouterr()
     err = run_badly(capsys, "view", path, "--device", "cpu", "--export", tmp_path / "one.html")
     assert "--device needs a model, and" in err
+
+
+def test_a_name_without_a_model_prints_nothing_else(capsys, tmp_path):
+    for command in ("heads", "run"):
+        assert main([command, str(tmp_path), "--dtype", "bf16"]) != 0
+        assert len(capsys.readouterr().err.splitlines()) == 1

@@ -108,6 +108,7 @@ def test_errors_of_a_list_are_all_named(monkeypatch: pytest.MonkeyPatch):
         Trial("twice", address, ("house/test_mutation.py",)),
         Trial("twice", Address("absent.py", "f", "not", 1), ("house/absent.py",)),
         Trial("empty", address, ()),
+        Trial("gone", address, ("house/test_mutation.py",), "a -> b"),
         Trial("test", address, ("house/test_mutation.py::test_absent[1]",)),
         Trial("moved", lists.guards()[0].address, ("house/test_mutation.py",), "a -> b"),
     ]
@@ -128,6 +129,7 @@ def test_errors_of_a_list_are_all_named(monkeypatch: pytest.MonkeyPatch):
         "test: no test house/test_mutation.py::test_absent[1]",
         "no reason is given",
         "not a -> b; correct nth",
+        "gone: no mutation point",
         "attention/masking/patterns.py: does not name its own tests, attention/masking/test_patterns.py",
         "attention/masking/patterns.py: no test file attention/parts/test_alibi.py",
     ):

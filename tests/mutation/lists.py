@@ -126,7 +126,8 @@ def find_errors() -> list[str]:
 def moved_change(trial: Trial) -> list[str]:
     """That a guard's address is no longer the change that it stands for."""
     path = SOURCE / PACKAGE / trial.address.module
-    if not (trial.change and path.is_file()):
+    is_named = trial.change and path.is_file()
+    if not is_named or trial.address not in points_of(path, trial.address.module):
         return []
     change = mutate(path.read_text(), trial.address).change
     if change == trial.change:

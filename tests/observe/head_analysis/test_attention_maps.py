@@ -238,7 +238,7 @@ def test_the_most_likely_token_is_explained_if_none_is_named():
     assert attribute_logit(model, IDS).token == model(IDS).logits[0, -1].argmax()
     with pytest.raises(ValueError, match=r"give tokens in 0\.\.16"):
         attribute_logit(model, IDS, token=17)
-    with pytest.raises(ValueError, match="there is no position 7"):
+    with pytest.raises(ValueError, match="no position 7; give one in"):
         attribute_logit(model, IDS, position=7)
 
 

@@ -27,6 +27,7 @@ from ..inspect.hooks import AttentionHook, record_head_outputs, record_modules, 
 from ..inspect.model_inputs import get_streams, prepare_inputs
 from ..inspect.site import ObservedCall
 from ..traces.attention_trace import multiply_rollout
+from .circuit_metrics import resolve_index
 from .head_circuits import AttentionCircuits, as_native_model, get_circuits, get_weight
 
 # --- Attention maps of one text -------------------------------------------------------------------
@@ -306,8 +307,7 @@ def attribute_logit(
     circuits = get_circuits(net)
     logits, final, outputs = _run_to_head(net, stack, ids, circuits)
     count = logits.shape[1]
-    if not -count <= position < count:
-        raise ValueError(f"there is no position {position}; give one in 0..{count - 1}")
+    position = resolve_index("position", position, count)
     explained = to_float64(logits[0, position])
     chosen = int(explained.argmax()) if token is None else token
     head = net.spec.heads[0]
