@@ -19,7 +19,7 @@ from ..attention.interfaces import Modifier, QKTransform
 from ..attention.interfaces.core_types import PartParams, Phase
 from ..attention.interfaces.part import field_defaults
 from ..attention.masking.pattern_base import PerHead, head_pattern, select_heads
-from ..attention.masking.patterns import Causal, First, Window
+from ..attention.masking.patterns import Causal
 from ..attention.spec.attention_spec import AttentionSpec
 from ..hub.pretrained_models import copy_live_model
 from ..kernels.devices import to_float64
@@ -27,7 +27,7 @@ from ..models import Transformer, build
 from ..models.feed_forward import NormLayer
 from ..models.model_spec import BlockSpec, ModelSpec, StackSpec
 from ..models.model_spec.model import ATTENTION_SUBLAYERS, group_blocks
-from ..observe.head_analysis.retrieval_heads import StreamingHeads
+from ..observe.head_analysis.retrieval_heads import StreamingHeads, streaming_pattern
 from ..util.errors import SpecError, suggest
 from .pruning_plan import check_heads
 
@@ -215,11 +215,10 @@ def use_streaming_heads(
     is_streaming = heads.select(sparsity=sparsity, threshold=threshold)
     specs = dict(net.spec.attention_specs())
     sizes = [spec.heads.kv for spec in specs.values()]
-    if [is_streaming.shape[1]] * len(is_streaming) != sizes:
-        layers, count = is_streaming.shape
-        fact = f"the scores are for {layers} layers of {count} key-value heads"
+    if heads.counts != sizes:
+        fact = f"the scores are for layers of {heads.counts} key-value heads"
         raise SpecError(f"{fact}, and {net.spec.name} has {sizes}; measure this model")
-    streaming = Window(heads.window) | First(heads.sinks)
+    streaming = streaming_pattern(heads.sinks, heads.window)
     changes: dict[str, AttentionChange] = {}
     for layer, (site, spec) in enumerate(specs.items()):
         patterns = [head_pattern(spec.pattern, head) for head in range(spec.heads.q)]

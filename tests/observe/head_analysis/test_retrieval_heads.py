@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import headwise as hw
 from headwise.observe.head_analysis.retrieval_heads import (
@@ -17,10 +20,12 @@ from headwise.observe.head_analysis.retrieval_heads import (
     find_decoder_sites,
     hide_needle,
     make_needles,
+    read_ids,
     read_needles,
     run_hidden_needles,
     top_heads,
 )
+from headwise.observe.inspect.model_tokenizer import use_tokenizer
 from headwise.report.data import Estimate as Measure
 from headwise.util.errors import SpecError
 from observe.head_analysis.handset_heads import induction_model
@@ -140,6 +145,41 @@ def test_needles_are_hidden_between_texts():
     haystack, start = hide_needle(texts, [3, 4], 12, 0.5)
     assert (haystack, start) == ([10, 11, 12, 13, 14, 3, 4, 15, 16, 17, 10, 11, 12, 13], 5)
     assert [hide_needle(texts, [3, 4], 12, depth)[1] for depth in (0, 1)] == [0, 12]
+
+
+def test_depths_stay_apart_in_one_long_text():
+    text = list(range(1000))
+    starts = [hide_needle([text], [3, 4], 512, depth)[1] for depth in (0.25, 0.5, 0.75)]
+    assert starts == [128, 256, 384]
+    sentences = [text[start : start + 40] for start in range(0, 1000, 40)]
+    starts = [hide_needle(sentences, [3, 4], 512, depth)[1] for depth in (0.25, 0.5, 0.75)]
+    assert starts == [120, 240, 400]
+
+
+@pytest.mark.parametrize("end", [".", "!", "?", "\u3002", "\uff01", "\uff1f"])
+def test_long_texts_are_cut_at_the_ends_of_sentences(end):
+    config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 9}
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    model = Tokenizer(WordLevel({"[UNK]": 0, "a": 1, "b": 2, f"c{end}": 3}, unk_token="[UNK]"))
+    model.pre_tokenizer = WhitespaceSplit()
+    with use_tokenizer(net, model) as reader:
+        prefix, sentences, _ = read_ids(reader, [f"a b c{end} b c{end} a", "a a"])
+    assert (prefix, sentences) == ([], [[1, 2, 3], [2, 3], [1], [1, 1]])
+
+
+def test_needles_and_lengths_that_are_none_are_refused():
+    config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 1, "vocab_size": 256}
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    with pytest.raises(SpecError, match=r"lengths is empty; give .* such as lengths=\[128\]"):
+        hw.head_analysis.measure_retrieval(net, lengths=[], tokenizer="bytes")
+    with pytest.raises(SpecError, match="each of lengths must be a whole number of at least 1"):
+        hw.head_analysis.measure_retrieval(net, lengths=[0], tokenizer="bytes")
+    cases: list[Any] = [[("The key is red.", "Which key?")], ["The key is red."]]
+    for needles in cases:
+        kind = type(needles[0]).__name__
+        words = f"needle 0 is of type {kind}; give Needle\\(text, question\\)"
+        with pytest.raises(SpecError, match=words):
+            hw.head_analysis.measure_retrieval(net, needles, tokenizer="bytes")
 
 
 def test_a_model_that_finds_nothing_has_no_scores():

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.attention.masking.pattern_base import head_pattern
 from headwise.observe.head_analysis.retrieval_heads import StreamingHeads
-from headwise.surgery.attention_replacement import use_streaming_heads
+from headwise.surgery.attention_replacement import remove_heads, use_streaming_heads
 from headwise.util.errors import SpecError
-from support.transformers_models import ZOO
+from support.transformers_models import FALLBACK, ZOO
 
 SINKS, WINDOW = 2, 5
 SCORES = np.array([[0.25, 1.0], [0.0, 1 / 3]])
@@ -190,14 +191,94 @@ def test_wrong_files(config, scores, words, tmp_path):
 
 def test_wrong_models_and_texts():
     model = ZOO["llama"].build("eager")
-    with pytest.raises(SpecError, match=r"for 1 layers of 2 key-value heads, and .* has \[2, 2\]"):
+    with pytest.raises(
+        SpecError, match=r"for layers of \[2\] key-value heads, and .* has \[2, 2\]"
+    ):
         use_streaming_heads(model, StreamingHeads(SCORES[:1]))
     with pytest.raises(SpecError, match=r"sparsity must be in \[0, 1\], got 1.5"):
         use_streaming_heads(model, StreamingHeads(SCORES), sparsity=1.5)
-    ids = torch.arange(3, 23)
+    ids = torch.arange(3, 16)
     with pytest.raises(
-        SpecError, match=r"need passages of 14 to 28 tokens; .* texts have 20; give"
+        SpecError, match=r"need passages of 14 to 28 tokens; the texts have 13; give"
     ):
         hw.head_analysis.measure_streaming(model, [ids], sinks=SINKS, window=WINDOW)
     with pytest.raises(SpecError, match="of 80 to 160 tokens; the model takes 64 tokens"):
         hw.head_analysis.measure_streaming(model, [ids] * 9, sinks=10, window=30)
+
+
+@pytest.mark.parametrize("count", [14, 20])
+def test_a_short_text_within_the_stated_range_is_one_passage(count):
+    model = ZOO["llama"].build("eager")
+    ids = torch.arange(3, 3 + count)
+    table = hw.head_analysis.measure_streaming(model, [ids], sinks=SINKS, window=WINDOW)
+    assert table.texts == f"1 passage of {count} tokens"
+
+
+@torch.no_grad()
+def test_scores_of_a_pruned_model_belong_to_its_own_key_value_heads(tmp_path):
+    net = hw.load(ZOO["llama"].build("eager"))
+    keep = {"decoder.0.attention": (0, 1, 2), "decoder.1.attention": (0, 1)}
+    pruned = remove_heads(net, keep).eval()
+    maps = [spec.heads.kv_head_of_query for _, spec in pruned.spec.attention_specs()]
+    assert maps == [(0, 0, 1), (0, 0)]
+    ids = torch.randint(3, 60, (28,), generator=torch.Generator().manual_seed(0))
+    table = hw.head_analysis.measure_streaming(pruned, [ids], sinks=SINKS, window=WINDOW)
+    assert [head.kv for head in table.heads] == [0, 0, 1, 0, 0]
+    changes = [min(1.0, head.measures["streaming_change"].value) for head in table.heads]
+    expected = [[max(changes[:2]), changes[2]], [max(changes[3:]), np.nan]]
+    listed = StreamingHeads.of(table, SINKS, WINDOW)
+    assert np.array_equal(listed.scores, expected, equal_nan=True)
+    listed.write(tmp_path / "list")
+    streaming = use_streaming_heads(pruned, tmp_path / "list", sparsity=2 / 3)
+    number = 0
+    for layer, (_, spec) in enumerate(streaming.spec.attention_specs()):
+        for head, kv in enumerate(maps[layer]):
+            is_streaming = head_pattern(spec.pattern, head).text == "window(5) | first(2)"
+            is_largest = expected[layer][kv] == np.nanmax(expected)
+            assert is_streaming is not bool(is_largest)
+            number += is_streaming
+    assert number in (3, 4)
+    assert streaming(ids[None]).isfinite().all()
+
+
+def test_absent_heads_have_no_share_in_the_sparsity():
+    scores = np.array([[0.1, 0.9, 0.3], [0.2, np.nan, np.nan]])
+    listed = StreamingHeads(scores)
+    assert listed.select(sparsity=0.5).tolist() == [[True, False, False], [True, False, False]]
+    assert listed.select(sparsity=1).tolist() == [[True, True, True], [True, False, False]]
+    assert listed.select(threshold=0.25).tolist() == listed.select(sparsity=0.5).tolist()
+
+
+@torch.no_grad()
+def test_streaming_heads_without_sinks_have_a_window_alone(tmp_path):
+    model = ZOO["llama"].build("eager")
+    ids = torch.randint(3, 60, (20,), generator=torch.Generator().manual_seed(0))
+    table = hw.head_analysis.measure_streaming(model, [ids], sinks=0, window=WINDOW)
+    weights = model(ids[None], output_attentions=True).attentions
+    places = torch.arange(20)
+    far = places[:, None] - places >= WINDOW
+    for head in table.heads:
+        rows = weights[head.layer][0, head.head].double()[WINDOW:]
+        expected = float((rows * far[WINDOW:]).sum(-1).mean())
+        assert head.measures["outside"].value == pytest.approx(expected, rel=1e-5)
+    StreamingHeads.of(table, 0, WINDOW).write(tmp_path / "list")
+    net = use_streaming_heads(model, tmp_path / "list", sparsity=1)
+    assert next(net.spec.attention_specs())[1].pattern.text == "window(5)"
+
+
+@pytest.mark.parametrize("name", ["gptj", "bloom", "falcon"])
+def test_models_that_show_their_weights_alone_say_so(name):
+    model = FALLBACK[name].build("eager")
+    ids = torch.randint(3, 30, (20,), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(SpecError) as caught:
+        hw.head_analysis.measure_streaming(model, [ids], sinks=SINKS, window=WINDOW)
+    message = str(caught.value)
+    assert message == (
+        "cannot measure streaming heads, because the weights cannot be computed again: the model "
+        "shows only the weights of its heads, not their values; load it with hw.load if headwise "
+        "reads its family, or use another model"
+    )
+    if name != "falcon":
+        net = hw.load(model)
+        table = hw.head_analysis.measure_streaming(net, [ids], sinks=SINKS, window=WINDOW)
+        assert table.texts == "1 passage of 20 tokens"

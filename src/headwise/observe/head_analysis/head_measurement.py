@@ -539,11 +539,22 @@ def rows_of_heads(
     heads: list[HeadMeasures] = []
     num_heads = Counter(name for name, _ in measures)
     for site in sites:
-        heads_per_kv = max(1, num_heads[site.name] // max(1, site.kv))
-        for head in range(num_heads[site.name]):
-            place = (site.stack, site.kind, site.layer, head, head // heads_per_kv, site.name)
+        count = num_heads[site.name]
+        kv_heads = _kv_head_of_query(site)
+        if len(kv_heads) != count:  # equal groups of neighbouring heads
+            heads_per_kv = max(1, count // max(1, site.kv))
+            kv_heads = [head // heads_per_kv for head in range(count)]
+        for head in range(count):
+            place = (site.stack, site.kind, site.layer, head, kv_heads[head], site.name)
             heads.append(HeadMeasures(*place, measures[site.name, head]))
     return heads
+
+
+def _kv_head_of_query(site: Site | AttentionRecord) -> Sequence[int]:
+    """Return the KV head of each query head; nothing if it is unknown."""
+    if isinstance(site, AttentionRecord):
+        return site.kv_head_of_query
+    return () if site.spec is None else site.spec.heads.kv_head_of_query
 
 
 def _join_sites(

@@ -41,6 +41,7 @@ from ...report.data import Table
 from ...util.errors import SpecError, pluralise
 from ...util.files import read_json_file, read_text_file, write_atomically
 from ...util.output_paths import Existing, FolderKind, stage_folder
+from ...util.size_limits import check_whole_number
 from ..inspect.attention_sites import require_ability
 from ..inspect.hooks import CallHook, SiteModule, run_observed
 from ..inspect.model_inputs import get_max_length
@@ -57,6 +58,8 @@ from .text_analysis import read_texts, text_reader
 RETRIEVAL = "retrieval"
 LENGTHS = (128, 256, 512)  # tokens of a haystack
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # place of the needle, as a share of the haystack
+MAX_SHIFT = 0.1  # of a needle from its depth to the end of a sentence, as a share of the haystack
+SENTENCE_ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
 MADE_UP = "made-up"  # the needles of `make_needles`
 MIN_FOUND = 0.5  # share of the tokens of a needle that the model must predict
 MIN_RETRIEVAL = 0.1  # score of a retrieval head in the paper
@@ -118,15 +121,24 @@ def find_decoder_sites(model: nn.Module) -> list[SiteModule]:
 
 
 def read_ids(model: nn.Module, texts: Any) -> tuple[list[int], list[list[int]], tuple[str, ...]]:
-    """Return the special ids before each text, the other ids of the texts (None: general ones), and
-    notes on what was skipped.
+    """Return the special ids before each text, the other ids of each sentence of the texts (None:
+    general ones), and notes on what was skipped.
     """
     texts = read_lines(GENERAL_TEXTS) if texts is None else texts
     examples, notes = read_texts(model, texts, min_count=1)
     rows = [example.streams["text"] for example in examples]
     first = rows[0].is_special.tolist()
     prefix = rows[0].ids[: [*first, False].index(False)].tolist()
-    return prefix, [row.ids[~row.is_special].tolist() for row in rows], notes
+    sentences: list[list[int]] = []
+    for row in rows:
+        sentences.append([])
+        tokens = zip(row.ids.tolist(), row.words, row.is_special.tolist(), strict=True)
+        for token_id, word, is_special in tokens:
+            if not is_special:
+                sentences[-1].append(token_id)
+            if word.endswith(SENTENCE_ENDS):
+                sentences.append([])
+    return prefix, [sentence for sentence in sentences if sentence], notes
 
 
 class HiddenNeedle(NamedTuple):
@@ -144,10 +156,11 @@ class HiddenNeedle(NamedTuple):
 
 
 def hide_needle(
-    texts: Sequence[Sequence[int]], needle: Sequence[int], length: int, depth: float
+    sentences: Sequence[Sequence[int]], needle: Sequence[int], length: int, depth: float
 ) -> tuple[list[int], int]:
-    """Return a haystack of `length` tokens with a needle between two texts, nearest to a depth, and
-    the place of the needle. Texts are repeated if they are shorter.
+    """Return a haystack of `length` tokens with a needle between two sentences, nearest to a depth,
+    and the place of the needle. Sentences are repeated if they are shorter. The needle stands
+    inside a sentence, at the depth itself, if no end of one lies within a tenth of the length.
 
     >>> hide_needle([[1, 2, 3], [4, 5]], [8, 9], 7, 0.5)
     ([1, 2, 3, 8, 9, 4, 5, 1, 2], 3)
@@ -155,9 +168,11 @@ def hide_needle(
     haystack: list[int] = []
     boundaries = [0]
     while len(haystack) < length:
-        haystack += texts[(len(boundaries) - 1) % len(texts)]
+        haystack += sentences[(len(boundaries) - 1) % len(sentences)]
         boundaries.append(min(len(haystack), length))
     start = min(boundaries, key=lambda place: abs(place - depth * length))
+    if abs(start - depth * length) > MAX_SHIFT * length:
+        start = round(depth * length)
     return [*haystack[:start], *needle, *haystack[start:length]], start
 
 
@@ -208,6 +223,14 @@ def measure_retrieval(
     >>> measure_retrieval(net, make_needles(2), lengths=[60], tokenizer="bytes").notes[0]
     'the model found 0 of 10 hidden needles: no score'
     """
+    if not lengths:
+        raise SpecError("lengths is empty; give numbers of tokens, such as lengths=[128]")
+    for length in lengths:
+        check_whole_number("each of lengths", length, 1)
+    for number, needle in enumerate(needles):
+        if not isinstance(needle, Needle):
+            fact = f"needle {number} is of type {type(needle).__name__}"
+            raise SpecError(f"{fact}; give Needle(text, question)")
     with text_reader(model, tokenizer) as reader:
         sites = find_decoder_sites(reader)
         prefix, filler, notes = read_ids(reader, texts)
@@ -299,6 +322,11 @@ def top_heads(table: HeadTable, measure: str) -> Table:
 # --- Streaming heads ---
 
 
+def streaming_pattern(sinks: int, window: int) -> Pattern:
+    """Return what a streaming head attends to under a causal mask."""
+    return Window(window) | First(sinks) if sinks else Window(window)
+
+
 def sum_streaming(pattern: Pattern, first: int, call: ObservedCall) -> Array:
     """Return what heads lose without the keys outside a pattern, summed over rows from `first` on,
     [heads, 5]: the weight outside, that of uniform attention, the number of rows, and the squared
@@ -306,7 +334,9 @@ def sum_streaming(pattern: Pattern, first: int, call: ObservedCall) -> Array:
     """
     inputs = call.attention_inputs
     if inputs is None:
-        raise ValueError("streaming heads need softmax attention; use another model")
+        fact = "cannot measure streaming heads, because the weights cannot be computed again"
+        remedy = "load it with hw.load if headwise reads its family, or use another model"
+        raise SpecError(f"{fact}: {call.unsupported}; {remedy}")
     kv_heads = [inputs.kv_head_of(head) for head in range(inputs.q_BTHK.shape[2])]
     v_HSV = to_float64(inputs.v_BSGV[0]).transpose(0, 1)[kv_heads]
     keys = torch.arange(v_HSV.shape[1], device=v_HSV.device)
@@ -342,24 +372,28 @@ def measure_streaming(
     attention, and "streaming_change", the relative change of its output without them.
 
     Texts are joined to passages of four times as many tokens as a streaming head keeps, or as many
-    as the model takes. Only queries that have keys outside count; intervals are over passages.
+    as the model takes or the texts have. Only queries that have keys outside count; intervals are
+    over passages.
     """
     with text_reader(model, tokenizer) as reader:
         sites = find_decoder_sites(reader)
         prefix, filler, notes = read_ids(reader, texts)
         ids = np.concatenate(filler)
         num_kept = sinks + window
-        length = min(PASSAGE * num_kept, get_max_length(reader) or PASSAGE * num_kept)
-        size = length - len(prefix)
-        num_passages = len(ids) // max(size, 1)
-        if length < 2 * num_kept or not num_passages:
+        limit = get_max_length(reader) or PASSAGE * num_kept
+        length = min(PASSAGE * num_kept, limit, len(prefix) + len(ids))
+        if length < 2 * num_kept:
             fact = f"streaming heads with {sinks} sinks and a window of {window} need passages of"
-            have = f"the model takes {length} tokens, and the texts have {len(ids)}"
+            have = f"the texts have {len(prefix) + len(ids)}"
+            if limit < 2 * num_kept:
+                have = f"the model takes {limit} tokens"
             remedy = "give a smaller window, or longer texts"
             raise SpecError(
                 f"{fact} {2 * num_kept} to {PASSAGE * num_kept} tokens; {have}; {remedy}"
             )
-        sum_rows = partial(sum_streaming, Window(window) | First(sinks), num_kept)
+        size = length - len(prefix)
+        num_passages = len(ids) // size
+        sum_rows = partial(sum_streaming, streaming_pattern(sinks, window), num_kept)
         sums: list[Array] = []
         for number in range(num_passages):
             passage = torch.tensor([*prefix, *ids[number * size : (number + 1) * size].tolist()])
@@ -383,7 +417,8 @@ def measure_streaming(
 
 class StreamingHeads(NamedTuple):
     """Scores of key-value heads [layers, heads], from 0 for streaming heads to 1 for heads that
-    need all tokens, and the numbers of tokens that streaming heads keep.
+    need all tokens, and the numbers of tokens that streaming heads keep. A layer with fewer heads
+    than others has NaN behind them.
     """
 
     scores: Array
@@ -393,11 +428,16 @@ class StreamingHeads(NamedTuple):
     @staticmethod
     def of(table: HeadTable, sinks: int = SINKS, window: int = WINDOW) -> StreamingHeads:
         """Return the largest change of the heads that share keys and values, at most 1."""
-        scores = np.zeros((len(table.sites), 1 + max(head.kv for head in table.heads)))
+        scores = np.full((len(table.sites), 1 + max(head.kv for head in table.heads)), np.nan)
         for head in table.heads:
             place = (table.sites.index(head.site), head.kv)
-            scores[place] = max(scores[place], min(1.0, head.measures[CHANGE].value))
+            scores[place] = np.fmax(scores[place], min(1.0, head.measures[CHANGE].value))
         return StreamingHeads(scores, sinks, window)
+
+    @property
+    def counts(self) -> list[int]:
+        """Return the number of key-value heads of each layer."""
+        return (~np.isnan(self.scores)).sum(1).tolist()
 
     def select(self, *, sparsity: float = 0.5, threshold: float | None = None) -> NDArray[np.bool_]:
         """Return which heads stream: this share with the lowest scores, as kvpress rounds it, or
@@ -410,8 +450,8 @@ class StreamingHeads(NamedTuple):
             return self.scores < threshold
         if not 0 <= sparsity <= 1:
             raise SpecError(f"sparsity must be in [0, 1], got {sparsity}")
-        ranks = self.scores.ravel().argsort(kind="stable").argsort()
-        return (ranks < round(self.scores.size * sparsity)).reshape(self.scores.shape)
+        ranks = self.scores.ravel().argsort(kind="stable").argsort()  # absent heads last
+        return (ranks < round(sum(self.counts) * sparsity)).reshape(self.scores.shape)
 
     def write(self, folder: Path | str, existing: Existing = "refuse") -> None:
         """Write the two files of DuoAttention's `attn_patterns`, which kvpress reads too."""

@@ -192,9 +192,11 @@ class ObservedCall(ABC):
 
     A call is valid only while it runs, because caches overwrite tensors. `key_positions` are the
     positions of the keys in the text, -1 for an empty slot, or None if they are unknown.
+    `unsupported` is the reason why `attention_inputs` is None.
     """
 
     key_positions: Tensor | None = None
+    unsupported: str = "they are not a softmax of q k^T plus a mask"
 
     @abstractmethod
     def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
@@ -245,6 +247,8 @@ class WeightsOnlyCall(ObservedCall):
     are `allowed`, of the same shape.
     """
 
+    unsupported = "the model shows only the weights of its heads, not their values"
+
     def __init__(self, weights: Tensor, allowed: Tensor | None = None) -> None:
         self.weights = weights
         self.allowed = allowed
@@ -271,10 +275,10 @@ class UnreadableCall(ObservedCall):
     """Represent a call that was not understood; every question raises with the reason."""
 
     def __init__(self, reason: str) -> None:
-        self.reason = reason
+        self.unsupported = reason
 
     def all_weights(self, queries: slice = ALL, keys: slice = ALL) -> Tensor:
-        raise ValueError(f"cannot observe its weights: {self.reason}; {BY_A_RUN}")
+        raise ValueError(f"cannot observe its weights: {self.unsupported}; {BY_A_RUN}")
 
     def allowed_pairs(self, queries: slice = ALL) -> Tensor:
         return self.all_weights()
@@ -441,12 +445,9 @@ class HeadVectors:
     def __init__(self, call: ObservedCall) -> None:
         inputs = call.attention_inputs
         if inputs is None:
-            reason = (
-                getattr(call, "unsupported", "") or "they are not a softmax of q k^T plus a mask"
-            )
             raise ValueError(
                 f"cannot replace queries, keys, values and weights of heads, because the weights "
-                f"cannot be computed again: {reason}; patch the outputs of heads"
+                f"cannot be computed again: {call.unsupported}; patch the outputs of heads"
             )
         kv_heads = [inputs.kv_head_of(head) for head in range(inputs.q_BTHK.shape[2])]
         self.inputs = replace(

@@ -102,7 +102,7 @@ class TracedAttention(NamedTuple):
     @property
     def reason(self) -> str:
         """Explain why the computation is not understood; "" if it is."""
-        return self.call.reason if isinstance(self.call, UnreadableCall) else ""
+        return self.call.unsupported if isinstance(self.call, UnreadableCall) else ""
 
 
 @dataclass
