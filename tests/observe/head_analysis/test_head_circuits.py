@@ -201,6 +201,31 @@ def test_folded_circuits_apply_the_norms_to_states(family: str):
         torch.testing.assert_close(x_TD @ folded.ov.product, written)
 
 
+def test_folded_circuits_have_the_residual_multiplier():
+    config = {"model_type": "granite", "hidden_size": 12, "num_attention_heads": 3}
+    config |= {"num_hidden_layers": 1, "intermediate_size": 7, "vocab_size": 11}
+    nets = [
+        hw.build(
+            hw.families.read_model_spec({**config, "residual_multiplier": factor}), seed=0
+        ).double()
+        for factor in (0.3, 1.0)
+    ]
+    folded, plain = (fold_circuits(net, "decoder.0.attention", 1) for net in nets)
+    torch.testing.assert_close(folded.ov.product, 0.3 * plain.ov.product)
+    torch.testing.assert_close(folded.qk.product, plain.qk.product)
+
+
+@pytest.mark.parametrize("site", ["decoder.0.cross", "encoder.0.attention", "decoder.7.attention"])
+def test_sites_whose_norms_are_others_are_not_folded(site: str):
+    config = {"model_type": "t5", "d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2}
+    net = hw.build(hw.families.read_model_spec({**config, "d_ff": 48, "vocab_size": 67}), seed=0)
+    words = (
+        f"'{site}': it is no self-attention of the decoder.*give one of decoder.0.attention, decod"
+    )
+    with pytest.raises(SpecError, match=words):
+        fold_circuits(net, site, 1)
+
+
 def test_the_inner_product_is_that_of_full_products():
     one, other = random_map(seed=1), random_map(rank=3, seed=2)
     a, b = one.product.numpy(), other.product.numpy()

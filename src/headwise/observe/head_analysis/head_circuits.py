@@ -9,6 +9,7 @@ keys are not part of them; `fold_norms` adds the norms to the maps from tokens t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -368,7 +369,7 @@ class FoldedCircuits(NamedTuple):
 def fold_circuits(model: nn.Module, site: str, head: int) -> FoldedCircuits:
     """Return the QK and OV circuits of a head with the norms of `fold_norms`: the QK circuit
     compares two states of the residual stream, and the OV circuit maps one to what enters the
-    output matrix. Positions and biases are no part of them.
+    output matrix, with the layer's residual multiplier. Positions and biases are no part of them.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}
@@ -376,14 +377,25 @@ def fold_circuits(model: nn.Module, site: str, head: int) -> FoldedCircuits:
     >>> fold_circuits(net, "decoder.0.attention", 1).qk.product.sum().abs() < 1e-5  # centred
     tensor(True)
     """
-    circuits = get_circuits(model)[site]
+    native = as_native_model(model)
+    last = native.spec.stacks[-1].name
+    sites = [
+        name for name in get_circuits(native) if re.fullmatch(rf"{last}\.\d+\.attention", name)
+    ]
+    if site not in sites:
+        raise SpecError(
+            f"cannot fold the circuits of {site!r}: it is no self-attention of the {last}, whose "
+            f"states reach the final norm; give one of {', '.join(sites)}"
+        )
+    circuits = get_circuits(native)[site]
     qk = circuits.qk_circuit(head)
     ov = circuits.ov_circuit(head)
     states = torch.eye(circuits.spec.model, dtype=torch.float64, device=qk.left.device)
-    before, after, _ = fold_norms(model, site, TokenTables(states, states, ""))
+    before, after, _ = fold_norms(native, site, TokenTables(states, states, ""))
+    scale = native.stacks[last].blocks[int(site.split(".")[1])].scale
     compared = LowRankMap(before @ to_float64(qk.left), to_float64(qk.right) @ before.T)
     return FoldedCircuits(
-        compared, LowRankMap(before @ to_float64(ov.left), to_float64(ov.right) @ after)
+        compared, LowRankMap(before @ to_float64(ov.left), to_float64(ov.right) @ after * scale)
     )
 
 
