@@ -11,7 +11,7 @@ import headwise as hw
 from headwise.hub.pretrained_models import copy_live_model
 from headwise.observe.head_analysis.logit_lens import logit_lens
 from support.plain_patching import CLEAN
-from support.transformers_models import ZOO
+from support.transformers_models import BERT, ZOO
 
 NORMS = {
     "gpt2": ("transformer.h", "ln_2", "transformer.ln_f"),
@@ -99,11 +99,60 @@ def test_blocks_whose_mlp_is_unknown_have_one_step():
     ]
 
 
+@pytest.mark.parametrize("name", ["bert", "openai-gpt"])
+def test_blocks_that_end_in_a_norm_have_one_step(name):
+    """The stream after the attention passes the norm of the MLP too, so it is no step."""
+    transformers = pytest.importorskip("transformers")
+    config = {
+        "bert": transformers.BertConfig(**BERT),
+        "openai-gpt": transformers.OpenAIGPTConfig(n_embd=32, n_head=4, n_layer=2, vocab_size=67),
+    }[name]
+    kinds = {"bert": "BertForMaskedLM", "openai-gpt": "OpenAIGPTLMHeadModel"}
+    model = getattr(transformers, kinds[name])(config).eval()
+    for each in (model, copy_live_model(model)) if name == "bert" else (model,):
+        steps = [one.step for one in logit_lens(each, CLEAN).steps]
+        assert steps == ["embedding", "block 0", "block 1"]
+
+
+def test_a_convolution_is_no_attention_step():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 67, "num_hidden_layers": 2}
+    kinds = ["conv", "full_attention"]
+    config = transformers.Lfm2Config(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, layer_types=kinds
+    )
+    lens = logit_lens(transformers.Lfm2ForCausalLM(config).eval(), CLEAN)
+    assert [one.step for one in lens.steps] == ["embedding", "block 0", "attention 1", "block 1"]
+
+
+def test_several_residual_streams_are_refused():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 67, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    per_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 67}
+    config = transformers.Gemma3nTextConfig(
+        **sizes,
+        **heads,
+        **per_layer,
+        laurel_rank=4,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"],
+        activation_sparsity_pattern=[0.0, 0.0],
+    )
+    model = transformers.Gemma3nForCausalLM(config).eval()
+    with pytest.raises(ValueError, match=r"carries states \[4, 1, 7, 32\] instead of"):
+        logit_lens(model, CLEAN)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
         ("gpt2", {"position": 7}, "the text has 7 tokens and no position 7"),
-        ("gpt2", {"tokens": (67,)}, r"token 67, but the model has outputs for tokens 0\.\.66"),
+        (
+            "gpt2",
+            {"tokens": (67,)},
+            r"token 67, but the model has outputs for tokens 0\.\.66",
+        ),
         ("gpt2", {"tokens": (1, 2, 3)}, "got 3 tokens; give one, or two"),
         ("gpt2", {"tokens": ("cat",)}, "comes with no tokenizer"),
         ("gpt2", {"inputs": "a cat"}, "comes with no tokenizer"),

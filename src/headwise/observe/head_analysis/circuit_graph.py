@@ -358,9 +358,10 @@ class CircuitModel:
             if node.kind == HEAD:
                 check_head_part(modules[node.place], node.part)
 
-    def check_all_mlps(self) -> None:
-        """Raise if a block has matrices outside its attentions and the MLP that is known of it."""
-        self._check_not_repeated("MLPs have no one output to freeze")
+    def find_other_weights(self) -> dict[str, str]:
+        """Return the blocks that have matrices outside their attentions and the MLP that is known
+        of them, with the name of the first.
+        """
         # the modules of the attentions and the MLP of each block; some blocks have no attention
         parts_of_block = {path: list[nn.Module](mlp[1:]) for path, mlp in self.mlps.items()}
         for one in self.site_modules:
@@ -372,19 +373,23 @@ class CircuitModel:
         for block, modules in parts_of_block.items():
             for module in modules:
                 ids_of_block.setdefault(block, set()).update(map(id, module.parameters()))
+        found: dict[str, str] = {}
         for block, ids in ids_of_block.items():
-            others = [
-                name
-                for name, parameter in self.model.get_submodule(block).named_parameters()
-                if parameter.dim() > 1 and id(parameter) not in ids
-            ]
-            if others:
-                number = "one MLP" if block in self.mlps else "no MLP"
-                raise ValueError(
-                    f"headwise finds {number} in {block or 'the model'} of "
-                    f"{type(self.model).__name__}, which also has weights such as {others[0]}, so "
-                    "MLPs cannot be frozen; patch paths with free MLPs"
-                )
+            for name, parameter in self.model.get_submodule(block).named_parameters():
+                if parameter.dim() > 1 and id(parameter) not in ids:
+                    found.setdefault(block, name)
+        return found
+
+    def check_all_mlps(self) -> None:
+        """Raise if a block has matrices outside its attentions and the MLP that is known of it."""
+        self._check_not_repeated("MLPs have no one output to freeze")
+        for block, name in self.find_other_weights().items():
+            number = "one MLP" if block in self.mlps else "no MLP"
+            raise ValueError(
+                f"headwise finds {number} in {block or 'the model'} of "
+                f"{type(self.model).__name__}, which also has weights such as {name}, so MLPs "
+                "cannot be frozen; patch paths with free MLPs"
+            )
 
     def run(self, inputs: ModelInputs, handler: RunHandler) -> Tensor:
         """Run the model on one text and return its logits; the handler gets all nodes."""

@@ -91,8 +91,9 @@ def logit_lens(
 
     The steps are the embedding, each attention and each block; the last one gives the model's own
     logits. `tokens` are ids or words: one to follow (default: the likeliest), or two to follow the
-    difference of their logits too. A block whose MLP headwise does not find has no step after its
-    attention.
+    difference of their logits too. A block has no step after its attention if headwise does not
+    find its MLP, if it has other writers too, such as a convolution, or if a norm follows the sum
+    with its MLP, as in BERT.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -144,19 +145,28 @@ def _run_steps(nodes: CircuitModel, inputs: ModelInputs) -> tuple[dict[str, Tens
         logits = nodes.run(inputs, clean)
     outputs = [_first(calls[block][-1].output) for block in nodes.layers]
     entering = [clean.recorded[""], *outputs[:-1]]
+    if entering[0].dim() != 3:
+        raise ValueError(
+            f"{type(nodes.model).__name__} carries states {list(entering[0].shape)} instead of one "
+            "residual stream [1, tokens, width]; measure heads with hw.estimate_importance"
+        )
     # each block again on its own input, with an MLP that writes nothing
     silent = NodeRun({place: torch.zeros_like(clean.recorded[place]) for place in nodes.mlps})
     restored = [
         ForwardOverride(block, partial(change_input, lambda _, state=state: state))
         for block, state in zip(nodes.layers, entering, strict=True)
     ]
-    with override_forwards(restored), record_modules(nodes.layers) as calls:
+    norms = {one for one in nodes.model.modules() if "norm" in type(one).__name__.lower()}
+    with override_forwards(restored), record_modules([*nodes.layers, *norms]) as calls:
         nodes.run(inputs, silent)
-    mlps = [nodes.model.get_submodule(path) for path in nodes.mlps]
+    paths = {*nodes.mlps} & {*nodes.blocks} - {*nodes.find_other_weights()}
+    with_attention = [nodes.model.get_submodule(path) for path in paths]
     states = {EMBEDDING: entering[0]}
     for number, block in enumerate(nodes.layers):
-        if block in mlps:
-            states[f"attention {number}"] = _first(calls[block][-1].output)
+        state = _first(calls[block][-1].output)
+        ends = [calls[one][-1].output for one in block.modules() if one in norms and calls[one]]
+        if block in with_attention and not any(torch.equal(one, state) for one in ends):
+            states[f"attention {number}"] = state
         states[f"block {number}"] = outputs[number]
     return states, logits
 
