@@ -151,7 +151,7 @@ def test_several_residual_streams_are_refused():
         (
             "gpt2",
             {"tokens": (67,)},
-            r"token 67, but the model has outputs for tokens 0\.\.66",
+            r"^token 67 is out of range: the model has outputs for tokens 0\.\.66",
         ),
         ("gpt2", {"tokens": (1, 2, 3)}, "got 3 tokens; give one, or two"),
         ("gpt2", {"tokens": ("cat",)}, "comes with no tokenizer"),

@@ -5,6 +5,8 @@ torch, and in a model in which the writers are known.
 from __future__ import annotations
 
 import functools
+import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,19 @@ def build(name: str, layers: int = LAYERS) -> Any:
     return model.double()
 
 
+def build_with(modifier: Any) -> Any:
+    """A headwise model of two layers with a modifier in its attention."""
+    attention = hw.design(model=WIDE, heads=HEADS, pattern="causal", modifiers=(modifier,))
+    config = {"model_type": "llama", "hidden_size": WIDE, "num_attention_heads": HEADS}
+    config |= {"num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 67}
+    spec = hw.families.read_model_spec(config)
+    stack = spec.stacks[0]
+    blocks = [replace(one, attention=attention) for one in stack.layers]
+    parts = {"embedding": stack.embedding, "norm": stack.norm}
+    changed = type(stack).from_blocks(stack.name, stack.model, blocks, **parts)
+    return hw.build(replace(spec, stacks=(changed,)), seed=0).eval()
+
+
 # --- Plain renderings -----------------------------------------------------------------------------
 
 
@@ -55,7 +70,7 @@ class PlainGPT2:
         places = torch.arange(ids.shape[1])
         return {
             "token embedding": self.net.wte.weight[ids[0]],
-            "position embedding": self.net.wpe.weight[places],
+            "other embeddings": self.net.wpe.weight[places],
         }
 
     def write(self, layer: int, z: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -262,6 +277,32 @@ def test_values_of_all_keys_are_the_share_of_the_head(name):
         assert one.sides["value"].all_keys.value == pytest.approx(share.value, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "modifier",
+    [hw.parts.HeadGate(), hw.parts.OutputGate(), hw.parts.HeadNorm()],
+    ids=lambda one: type(one).__name__,
+)
+def test_values_pass_the_gates_and_norms_of_head_outputs(modifier):
+    net = build_with(modifier)
+    found = hw.attribute_logit(net, CLEAN, position=QUERY, token=TOKENS[0], baseline=TOKENS[1])
+    (share,) = [one for one in found.heads if (one.site[8], one.head) == ("1", 2)]
+    results = [
+        attribute_value(net, [(CLEAN, QUERY, key)], "L1H2", TOKENS) for key in range(QUERY + 1)
+    ]
+    assert sum(one.total.value for one in results) == pytest.approx(share.value, rel=1e-4)
+    all_keys = results[0].sides["value"].all_keys
+    assert all_keys is not None
+    assert all_keys.value == pytest.approx(share.value, rel=1e-4)
+
+
+def test_values_before_a_soft_cap_of_the_logits_are_refused():
+    config = {**ZOO["gemma2"].keys, "attn_logit_softcapping": None}
+    model = ZOO["gemma2"]._replace(keys=config).build("eager")  # caps its logits at 30
+    for one in (model, copy_live_model(model)):
+        with pytest.raises(ValueError, match="tanh follows the residual stream"):
+            attribute_value(one, [(CLEAN, QUERY, KEY)], "L1H2", TOKENS)
+
+
 # --- Other families -------------------------------------------------------------------------------
 
 
@@ -273,13 +314,15 @@ def test_scales_of_all_norms_are_held(name):
     included: were a norm not held, its biases would be what is left.
     """
     model = ZOO[name].build("eager" if name in ("gemma2", "gpt-oss") else "sdpa")
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if re.search(r"attn\..*bias$", path):  # of the projections of gpt-oss
+                parameter.zero_()
     result = attribute_score(model, [(CLEAN, 6, 5)], "L1H2")
     for side in ("query", "key"):
         parts = {name: one.value for name, one in result.sides[side].parts.items()}
         largest = max(map(abs, parts.values()))
         biases = sum(parts.pop(one, 0.0) for one in ("earlier biases", "own biases"))
-        if name == "gpt-oss":  # its projections have biases
-            continue
         assert abs(biases) < 1e-5 * largest
         assert sum(parts.values()) == pytest.approx(result.total.value, abs=1e-5 * largest)
 
@@ -294,7 +337,7 @@ def test_scores_without_a_causal_mask_have_parts(name):
     for side in result.sides.values():
         values = [one.value for one in side.parts.values()]
         assert sum(values) == pytest.approx(side.total.value, abs=1e-5 * max(map(abs, values)))
-        assert {"M0", "L0H1", "token embedding", "position embedding"} <= set(side.parts)
+        assert {"M0", "L0H1", "token embedding", "other embeddings"} <= set(side.parts)
     weights = hw.compute_attention_maps(model, inputs).weights(hw.sites(model)[1].name)[2, 2]
     other = attribute_score(model, [(inputs, 2, 4)], "L1H2")
     difference = float((weights[5] / weights[4]).log())
@@ -325,6 +368,34 @@ def test_the_additive_bias_of_a_score_is_a_part():
         parts = {name: one.value for name, one in score.sides[side].parts.items()}
         assert parts["score bias"] != 0
         assert sum(parts.values()) == pytest.approx(score.total.value, rel=1e-9)
+
+
+def test_learned_biases_of_a_score_are_a_part():
+    transformers = pytest.importorskip("transformers")
+    keys = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 48}
+    config = transformers.T5Config(**keys, vocab_size=67)
+    model = transformers.T5EncoderModel(config).eval()
+    model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.data.normal_()
+    bias = model.encoder.block[0].layer[0].SelfAttention.compute_bias(7, 7)[0, 0, 6, 2].detach()
+    result = attribute_score(model, [(CLEAN, 6, 2)], "L1H0")
+    parts = result.sides["key"].parts
+    assert parts["score bias"].value == pytest.approx(float(bias), rel=1e-6)
+    assert sum(one.value for one in parts.values()) == pytest.approx(result.total.value, rel=1e-6)
+
+
+def test_biases_that_depend_on_the_query_are_refused():
+    with pytest.raises(ValueError, match="adds a bias to it that depends on the text"):
+        attribute_score(build_with(hw.parts.Shaw(4)), [(CLEAN, 6, 2)], "L1H1")
+    result = attribute_score(build_with(hw.parts.T5Bias()), [(CLEAN, 6, 2)], "L1H1")
+    assert result.sides["key"].parts["score bias"].value != 0
+
+
+def test_attributions_run_in_inference_mode():
+    model = ZOO["gpt2"].build()
+    expected = attribute_score(model, [(CLEAN, 6, 2)], "L1H1")
+    with torch.inference_mode():
+        actual = attribute_score(model, [(CLEAN.clone(), 6, 2)], "L1H1")
+    assert str(actual) == str(expected)
 
 
 def test_several_places_have_intervals_and_the_chance_of_other_heads():
@@ -419,7 +490,8 @@ def test_a_norm_whose_scale_cannot_be_held_is_refused():
     ("tokens", "words"),
     [
         ((), r"got 0 tokens; give one, or two for the difference of their logits"),
-        ((3, 67), r"token 67, but the model has outputs for tokens 0\.\.66"),
+        ((3, 67), r"^token 67 is out of range: the model has outputs for tokens 0\.\.66"),
+        (5, r"tokens must be a list, got 5; give \[5\]"),
         (("a", "b"), "comes with no tokenizer"),
     ],
 )

@@ -373,12 +373,12 @@ class CircuitModel:
         for block, modules in parts_of_block.items():
             for module in modules:
                 ids_of_block.setdefault(block, set()).update(map(id, module.parameters()))
-        found: dict[str, str] = {}
+        name_of_block: dict[str, str] = {}
         for block, ids in ids_of_block.items():
             for name, parameter in self.model.get_submodule(block).named_parameters():
                 if parameter.dim() > 1 and id(parameter) not in ids:
-                    found.setdefault(block, name)
-        return found
+                    name_of_block.setdefault(block, name)
+        return name_of_block
 
     def check_all_mlps(self) -> None:
         """Raise if a block has matrices outside its attentions and the MLP that is known of it."""

@@ -98,7 +98,7 @@ def check_token_ids(tokens: Sequence[int | str], vocabulary: int) -> list[int]:
     wrong = [one for one in tokens if one not in ids]
     if wrong:
         raise ValueError(
-            f"the metric needs token {wrong[0]!r}, but the model has outputs for tokens 0.."
+            f"token {wrong[0]!r} is out of range: the model has outputs for tokens 0.."
             f"{vocabulary - 1}; give one of these"
         )
     return ids

@@ -4,13 +4,16 @@ the residual stream: embeddings, heads, MLPs and biases.
 In a run in which every node keeps its output and every norm its scale, queries, keys and values are
 affine in these outputs. So each is a sum of terms, one for each writer, and the score q k^T is a
 sum over pairs of terms. The term of a writer is its output times the gradient along direct paths.
+The parts "earlier biases" and "own biases" are what the terms of writers leave of a sum: biases,
+and in 16-bit models rounding. So the sum always holds.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,7 +33,7 @@ from ...util.errors import check_known, pluralise
 from ..head_names import locate_head
 from ..inspect.attention_sites import check_head_part
 from ..inspect.hooks import ForwardOverride, override_forwards, record_modules
-from ..inspect.model_inputs import ModelInputs, prepare_inputs
+from ..inspect.model_inputs import ModelInputs, map_tensors, prepare_inputs
 from ..inspect.trace_capture import get_model_name
 from .circuit_graph import (
     EMBEDDING,
@@ -49,10 +52,12 @@ from .resampling import Array
 from .text_analysis import text_reader
 
 BASELINES = ("zero", "mean")
-TOKENS, POSITIONS = "token embedding", "position embedding"
+TOKENS, OTHER_EMBEDDINGS = "token embedding", "other embeddings"
 # of the layers before, and of the norm and the projection of the head
 EARLIER_BIASES, OWN_BIASES = "earlier biases", "own biases"
 SCORE_BIAS = "score bias"  # added to q k^T, as by ALiBi
+# operations of a graph that are not affine
+CURVED = re.compile("Tanh|Gelu|Relu|Silu|Sigmoid|Softmax")
 MAX_CELLS = 2**26  # numbers of gradients that are computed at once
 NUM_SHOWN = 8  # writers, or pairs of them, of a printed table
 
@@ -107,6 +112,18 @@ class HeldScales(TorchFunctionMode):
 # --- Terms of one run -----------------------------------------------------------------------------
 
 
+@dataclass
+class _HeadRun(NodeRun):
+    """A run that also keeps what the heads of `vector_sites` compute, before it is replaced."""
+
+    computed: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def write(self, place: str, output: Tensor) -> Tensor:
+        if place in self.vector_sites:
+            self.computed = output
+        return super().write(place, output)
+
+
 class WriterRun:
     """The run of one text with the outputs of all nodes and the scales of all norms held, for one
     head, query and key.
@@ -118,17 +135,19 @@ class WriterRun:
     def __init__(self, nodes: CircuitModel, head: Node, place: Any) -> None:
         if isinstance(place, (str, Tensor)) or len(place) != 3:
             raise ValueError(f"{place!r} is no place; give (text, query, key)")
-        inputs = prepare_inputs(nodes.model, place[0], 0)
+        # tensors of inference mode cannot be part of a graph
+        inputs = prepare_inputs(nodes.model, map_tensors(Tensor.clone, place[0]), 0)
         if inputs.batch_size != 1:
             raise ValueError(
                 f"a place is in one text, got {inputs.batch_size} rows; give several places"
             )
         self.head = head
+        self.name = nodes.name(head)
         self._run(nodes, inputs)
         senders = nodes.senders
         writers = senders[: [node.place for node in senders].index(head.place)]
         self.places = list(dict.fromkeys(node.place for node in writers))
-        embeddings = [TOKENS, POSITIONS] if self.tokens else [EMBEDDING]
+        embeddings = [TOKENS, OTHER_EMBEDDINGS] if self.tokens else [EMBEDDING]
         others = [node for node in writers if node.kind != EMBEDDING]
         self.names = (*embeddings, *nodes.names(others), EARLIER_BIASES, OWN_BIASES)
         sites = [node.place if node.kind == HEAD else "" for node in others]
@@ -139,10 +158,11 @@ class WriterRun:
         allowed = self.vectors.allowed_pairs(self.row)[0, :, 0]
         self.allowed = allowed[head.head if len(allowed) > 1 else 0]
         if not self.allowed[self.key]:
-            keys = self.allowed.nonzero().flatten().tolist() or ["none"]
+            keys = self.allowed.nonzero().flatten().tolist()
+            remedy = f"one of its keys, {keys[0]}..{keys[-1]}" if keys else "a query with keys"
+            reason = f"key {self.key}" if keys else "any key"
             raise ValueError(
-                f"{nodes.name(head)} at query {self.query} may not attend to key {self.key}; give "
-                f"one of its keys, {keys[0]}..{keys[-1]}"
+                f"{self.name} at query {self.query} may not attend to {reason}; give {remedy}"
             )
         rows = inputs.token_rows.get("text", ())
         words = dict(enumerate(rows[0].words)) if rows else {}
@@ -156,7 +176,8 @@ class WriterRun:
         with torch.no_grad():
             nodes.run(inputs, clean)
         del clean.recorded[""]  # nothing comes before the embeddings
-        self.run = NodeRun(clean.recorded, vector_sites=[self.head.place], tracks_gradients=True)
+        sites = [self.head.place]
+        self.run = _HeadRun(clean.recorded, vector_sites=sites, tracks_gradients=True)
         self.tokens: list[Tensor] = []
 
         def keep(output: Tensor) -> Tensor:
@@ -344,7 +365,11 @@ def attribute_score(
     True
     """
     check_known("baseline", baseline, BASELINES)
-    with text_reader(model, tokenizer) as reader, torch.enable_grad():
+    with (
+        text_reader(model, tokenizer) as reader,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         runs, owner = _read_places(reader, places, head)
         products = np.stack([_score_products(run, baseline) for run in runs])
     names = (*runs[0].names, SCORE_BIAS)
@@ -384,12 +409,18 @@ def attribute_value(
     >>> list(result.sides["value"].parts)[-2:]
     ['earlier biases', 'own biases']
     """
+    if isinstance(tokens, (int, str)):
+        raise ValueError(f"tokens must be a list, got {tokens!r}; give [{tokens!r}]")
     if not 1 <= len(tokens) <= 2:
         raise ValueError(
             f"got {pluralise(len(tokens), 'token')}; give one, or two for the difference of their "
             "logits"
         )
-    with text_reader(model, tokenizer) as reader, torch.enable_grad():
+    with (
+        text_reader(model, tokenizer) as reader,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         ids = find_token_ids(reader, tokens)
         runs, owner = _read_places(reader, places, head)
         terms, of_head = map(np.array, zip(*(_value_terms(run, ids) for run in runs), strict=True))
@@ -430,7 +461,13 @@ def _score_products(run: WriterRun, baseline: str) -> Array:
     products = run.terms(run.vectors.q_BTHK[0, run.query, head]) @ k_terms.T * run.vectors.scale
     products = F.pad(products.cpu(), (0, 1, 0, 1))
     for bias in run.vectors.additive_masks(run.row):
-        of_head = bias[0, head if bias.shape[1] > 1 else 0, 0].cpu().expand(len(share))
+        if bias.requires_grad and _depends_on(bias, run.stream):
+            raise ValueError(
+                f"cannot attribute the score of {run.name}: the model adds a bias to it that "
+                "depends on the text, so it is not a sum over pairs of writers; measure the head "
+                "with hw.head_analysis.patch_paths"
+            )
+        of_head = bias[0, head if bias.shape[1] > 1 else 0, 0].detach().cpu().expand(len(share))
         products[-1, -1] += of_head.where(allowed, 0).double() @ share
     return products.numpy()
 
@@ -440,14 +477,45 @@ def _value_terms(run: WriterRun, ids: Sequence[int]) -> tuple[Array, float]:
     the head adds with all its keys.
     """
     head = run.head.head
+    curved = _find_curved(run.logits)
+    if curved:
+        raise ValueError(
+            f"cannot attribute a value of {run.name} to a logit: {curved} follows the residual "
+            "stream, so logits are not sums of parts; attribute its score, or measure it with "
+            "hw.head_analysis.patch_paths"
+        )
     output = run.run.recorded[run.head.place]
     logits = run.logits[0, run.query][check_token_ids(ids, run.logits.shape[-1])]
     (grad,) = torch.autograd.grad(logits[0] - logits[1:].sum(), output, retain_graph=True)
-    readout = grad[0, run.query, head]
-    weight = run.vectors.all_weights(run.row)[0, head, 0, run.key].detach().to(readout.dtype)
-    value = weight * (run.vectors.v_BSGV[0, run.key, head] @ readout)
-    whole = to_float64(output.detach()[0, run.query, head]) @ to_float64(readout)
-    return run.terms(value[None])[:, 0].cpu().numpy(), float(whole)
+    # from the output back to the values, through attention weights and gates
+    read = run.run.computed[0, run.query, head] @ grad[0, run.query, head]
+    v_BSGV = run.vectors.v_BSGV
+    (grad,) = torch.autograd.grad(read, v_BSGV, retain_graph=True)
+    values = (v_BSGV * grad)[0, :, head].sum(-1)
+    terms = run.terms(values[run.key, None])[:, 0]
+    return terms.cpu().numpy(), float(to_float64(values.detach()).sum())
+
+
+def _depends_on(value: Tensor, source: Tensor) -> bool:
+    """True if a value has a path to a source in its graph."""
+    grads = torch.autograd.grad(value.sum(), source, retain_graph=True, allow_unused=True)
+    return grads[0] is not None
+
+
+def _find_curved(logits: Tensor) -> str:
+    """Return the name of an operation before the logits that is not affine, or ""."""
+    pending: list[Any] = [logits.grad_fn]
+    visited: set[Any] = {None}
+    while pending:
+        node = pending.pop()
+        if node in visited:
+            continue
+        visited.add(node)
+        operation = CURVED.match(node.name())
+        if operation:
+            return operation[0].lower()
+        pending += [following for following, _ in node.next_functions]
+    return ""
 
 
 def _describe(names: Sequence[str], sites: Sequence[str], parts: Array) -> dict[str, Estimate]:

@@ -141,7 +141,7 @@ export const viewTexts = {
   "whyKey.mlp": ["MLP of layer {layer}", "第 {layer} 层的 MLP"],
   "whyKey.embedding": ["embedding", "嵌入"],
   "whyKey.tokenembedding": ["token embedding", "词元嵌入"],
-  "whyKey.positionembedding": ["position embedding", "位置嵌入"],
+  "whyKey.otherembeddings": ["other embeddings", "其他嵌入"],
   "whyKey.earlierbiases": ["earlier biases", "前面的偏置"],
   "whyKey.ownbiases": ["own biases", "自身的偏置"],
   "whyKey.scorebias": ["score bias", "分数偏置"],
