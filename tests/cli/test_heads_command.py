@@ -196,6 +196,9 @@ def test_streaming_writes_a_list_that_models_run(folders, tmp_path, capsys):
     for head, score in zip(data["heads"], scores, strict=True):
         assert head["measures"]["streaming_change"]["value"] == pytest.approx(score) or score == 1
         assert 0 <= head["measures"]["outside"]["value"] <= 1
+    alone = f"--data {tmp_path / 'lines'} --streaming {tmp_path / 'alone'} --sinks 0 --window 3"
+    run_ok(capsys, "heads", folders["gpt2"], alone)
+    assert StreamingHeads.read(tmp_path / "alone")[1:] == (0, 3)
     again = f"--data {tmp_path / 'lines'} --streaming {tmp_path / 'new'} --window 400"
     (code, _, err) = run_command(capsys, folders["gpt2"], again)
     assert (code, err.count("\n")) == (2, 1)

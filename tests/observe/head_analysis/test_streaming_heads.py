@@ -198,6 +198,11 @@ def test_wrong_models_and_texts():
     with pytest.raises(SpecError, match=r"sparsity must be in \[0, 1\], got 1.5"):
         use_streaming_heads(model, StreamingHeads(SCORES), sparsity=1.5)
     ids = torch.arange(3, 16)
+    for sizes, words in [((-1, 5), "sinks must be .* at least 0; got -1"), ((1, 0), "window must")]:
+        with pytest.raises(SpecError, match=words):
+            hw.head_analysis.measure_streaming(model, [ids], sinks=sizes[0], window=sizes[1])
+        with pytest.raises(SpecError, match=words):
+            use_streaming_heads(model, StreamingHeads(SCORES, *sizes))
     with pytest.raises(
         SpecError, match=r"need passages of 14 to 28 tokens; the texts have 13; give"
     ):

@@ -324,6 +324,8 @@ def top_heads(table: HeadTable, measure: str) -> Table:
 
 def streaming_pattern(sinks: int, window: int) -> Pattern:
     """Return what a streaming head attends to under a causal mask."""
+    check_whole_number("sinks", sinks, 0)
+    check_whole_number("window", window, 1)
     return Window(window) | First(sinks) if sinks else Window(window)
 
 
@@ -375,6 +377,7 @@ def measure_streaming(
     as the model takes or the texts have. Only queries that have keys outside count; intervals are
     over passages.
     """
+    pattern = streaming_pattern(sinks, window)
     with text_reader(model, tokenizer) as reader:
         sites = find_decoder_sites(reader)
         prefix, filler, notes = read_ids(reader, texts)
@@ -393,7 +396,7 @@ def measure_streaming(
             )
         size = length - len(prefix)
         num_passages = len(ids) // size
-        sum_rows = partial(sum_streaming, streaming_pattern(sinks, window), num_kept)
+        sum_rows = partial(sum_streaming, pattern, num_kept)
         sums: list[Array] = []
         for number in range(num_passages):
             passage = torch.tensor([*prefix, *ids[number * size : (number + 1) * size].tolist()])
