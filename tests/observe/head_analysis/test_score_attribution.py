@@ -335,8 +335,6 @@ def test_scores_without_a_causal_mask_have_parts(name):
     inputs = {one: values[:1] for one, values in entry.inputs().items()}
     result = attribute_score(model, [(inputs, 2, 5)], "L1H2")
     for side in result.sides.values():
-        values = [one.value for one in side.parts.values()]
-        assert sum(values) == pytest.approx(side.total.value, abs=1e-5 * max(map(abs, values)))
         assert {"M0", "L0H1", "token embedding", "other embeddings"} <= set(side.parts)
     weights = hw.compute_attention_maps(model, inputs).weights(hw.sites(model)[1].name)[2, 2]
     other = attribute_score(model, [(inputs, 2, 4)], "L1H2")
@@ -345,12 +343,77 @@ def test_scores_without_a_causal_mask_have_parts(name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_parts_in_float32_sum_to_the_score(name):
-    model = copy_live_model(build(name)).float()
-    result = attribute_score(model, [(CLEAN, QUERY, KEY)], f"L{LAYER}H{HEAD}", "mean")
-    for side in result.sides.values():
-        values = [one.value for one in side.parts.values()]
-        assert sum(values) == pytest.approx(result.total.value, abs=1e-5 * max(map(abs, values)))
+def test_parts_in_float32_are_those_in_float64(name):
+    model = copy_live_model(build(name))
+    place = (CLEAN, QUERY, KEY)
+    expected = attribute_score(model, [place], f"L{LAYER}H{HEAD}", "mean")
+    actual = attribute_score(model.float(), [place], f"L{LAYER}H{HEAD}", "mean")
+    for side, of_side in expected.sides.items():
+        parts = actual.sides[side].parts
+        largest = max(abs(one.value) for one in of_side.parts.values())
+        for one, part in of_side.parts.items():
+            value = parts[one].value if one in parts else 0.0
+            assert value == pytest.approx(part.value, abs=1e-5 * largest)
+
+
+def test_a_score_in_post_norm_layers_has_the_parts_of_a_plain_rendering():
+    """BERT: the terms of writers pass both norms of the first layer with held scales."""
+    model = build("bert", 2)
+    (first, second) = model.encoder.layer
+    norms = (first.attention.output.LayerNorm, first.output.LayerNorm)
+    inputs: dict[Any, Tensor] = {}
+    watched = [model.embeddings.LayerNorm, *norms, first.attention.output.dense]
+    handles = [
+        one.register_forward_pre_hook(lambda module, args: inputs.update({module: args[0][0]}))
+        for one in watched
+    ]
+    mlp: list[Tensor] = []
+    dense = first.output.dense
+    handles.append(dense.register_forward_hook(lambda _, args, output: mlp.append(output[0])))
+    with torch.no_grad():
+        model(input_ids=CLEAN)
+        for handle in handles:
+            handle.remove()
+
+        def norm(module: Any, term: Tensor) -> Tensor:
+            variance = inputs[module].var(-1, correction=0, keepdim=True)
+            centred = term - term.mean(-1, keepdim=True)
+            return centred / (variance + module.eps).sqrt() * module.weight
+
+        table = model.embeddings.word_embeddings.weight[CLEAN[0]]
+        others = inputs[watched[0]] - table
+        out = first.attention.output.dense
+        written = {
+            "token embedding": norm(watched[0], table),
+            "other embeddings": norm(watched[0], others) + watched[0].bias,
+        }
+        for head in range(HEADS):
+            columns = slice(head * DIM, (head + 1) * DIM)
+            written[f"L0H{head}"] = inputs[out][:, columns] @ out.weight[:, columns].T
+        terms = {name: norm(norms[1], norm(norms[0], one)) for name, one in written.items()}
+        terms["M0"] = norm(norms[1], mlp[0])
+        biases = norm(norms[0], out.bias.expand(7, -1)) + norms[0].bias
+        terms["earlier biases"] = norm(norms[1], biases) + norms[1].bias
+        rows = slice(HEAD * DIM, (HEAD + 1) * DIM)
+        attention = second.attention.self
+        q, k = (
+            {name: (term @ one.weight[rows].T) for name, term in terms.items()}
+            for one in (attention.query, attention.key)
+        )
+        q["own biases"] = attention.query.bias[rows].expand(7, -1)
+        k["own biases"] = attention.key.bias[rows].expand(7, -1)
+        whole = torch.stack([*q.values()]).sum(0)[QUERY] * DIM**-0.5
+        expected = {name: float(part[KEY] @ whole) for name, part in k.items()}
+    parts = attribute_score(model, [(CLEAN, QUERY, KEY)], f"L1H{HEAD}").sides["key"].parts
+    assert {name: one.value for name, one in parts.items()} == pytest.approx(expected, rel=1e-6)
+
+
+def test_rounding_is_no_row_and_in_16_bits_a_note():
+    model: Any = ZOO["llama"].build()
+    text = str(attribute_score(model, [(CLEAN, QUERY, KEY)], "L1H1"))
+    assert "biases" not in text
+    text = str(attribute_score(model.bfloat16(), [(CLEAN, QUERY, KEY)], "L1H1"))
+    assert "biases include the rounding of bfloat16" in text
 
 
 def test_the_additive_bias_of_a_score_is_a_part():
@@ -440,6 +503,14 @@ def test_several_places_have_intervals_and_the_chance_of_other_heads():
 def test_places_and_heads_that_do_not_exist_are_refused(place, head, words):
     with pytest.raises(ValueError, match=words):
         attribute_score(build("gpt2"), [place], head)
+
+
+def test_a_query_without_keys_is_refused():
+    mask = torch.ones_like(CLEAN)
+    mask[0, 0] = 0
+    inputs = {"input_ids": CLEAN, "attention_mask": mask}
+    with pytest.raises(ValueError, match="L1H0 at query 0 may not attend to any key; give a query"):
+        attribute_score(ZOO["gpt2"].build(), [(inputs, 0, 0)], "L1H0")
 
 
 def test_models_without_one_residual_stream_are_refused():

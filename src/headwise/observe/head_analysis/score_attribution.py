@@ -59,6 +59,7 @@ SCORE_BIAS = "score bias"  # added to q k^T, as by ALiBi
 # operations of a graph that are not affine
 CURVED = re.compile("Tanh|Gelu|Relu|Silu|Sigmoid|Softmax")
 MAX_CELLS = 2**26  # numbers of gradients that are computed at once
+ROUNDING = 1e-6  # of the sum of absolute parts
 NUM_SHOWN = 8  # writers, or pairs of them, of a printed table
 
 # --- Norms with constant scales -------------------------------------------------------------------
@@ -199,6 +200,9 @@ class WriterRun:
                 "folder of the model with hw.load"
             )
         call = calls[block][-1]
+        dtype = str(self.logits.dtype).removeprefix("torch.")
+        is_half = self.logits.element_size() == 2
+        self.note = f"biases include the rounding of {dtype}" if is_half else ""
         self.stream: Tensor = call.args[0] if call.args else next(iter(call.kwargs.values()))
         self.vectors = self.run.vectors[self.head.place].inputs
 
@@ -261,13 +265,14 @@ class WriterSide:
     """Parts by writer that sum to `total`: a score by parts of its query or of its key, or a value.
 
     The chance level of a head is the mean of the other heads of its layer. `all_keys` is what the
-    values of all keys add together.
+    values of all keys add together. `note` says if biases include rounding.
     """
 
     title: str
     total: Estimate
     parts: Mapping[str, Estimate]
     all_keys: Estimate | None = None
+    note: str = ""
 
     @property
     def by_size(self) -> list[tuple[str, Estimate]]:
@@ -276,8 +281,10 @@ class WriterSide:
 
     @property
     def table(self) -> Table:
-        """The largest parts, and all others together."""
-        rows: list[Any] = [(name, *one[:4], one.p) for name, one in self.by_size]
+        """The largest parts, and all others together; without those below rounding in float32."""
+        rounding = ROUNDING * sum(abs(one.value) for one in self.parts.values())
+        shown = [(name, one) for name, one in self.by_size if abs(one.value) > rounding]
+        rows: list[Any] = [(name, *one[:4], one.p) for name, one in shown]
         others = rows[NUM_SHOWN:]
         if others:
             rest = Estimate(sum(row[1] for row in others))
@@ -287,7 +294,8 @@ class WriterSide:
                 rows.append((name, *one[:3], math.nan, math.nan))
         title = f"{self.title}; {INTERVAL_NOTE}" if self.total.rows > 1 else self.title
         columns = ("writer", "part", "low", "high", "chance", Column("p", format_p))
-        return Table(title, columns, rows).without_empty_columns()
+        notes = [self.note] if self.note else []
+        return Table(title, columns, rows, notes).without_empty_columns()
 
     @property
     def panel(self) -> HeatMap:
@@ -379,7 +387,9 @@ def attribute_score(
     sides: dict[str, WriterSide] = {}
     for side, axis in (("query", 2), ("key", 1)):
         parts = _describe(names, (*runs[0].sites, ""), products.sum(axis))
-        sides[side] = WriterSide(f"{title}; by parts of the {side}", score, parts)
+        sides[side] = WriterSide(
+            f"{title}; by parts of the {side}", score, parts, note=runs[0].note
+        )
     pairs: list[WriterPair] = []
     for cell in np.abs(products.mean(0)).ravel().argsort()[::-1][:NUM_SHOWN]:
         query, key = divmod(int(cell), len(names))
@@ -399,8 +409,8 @@ def attribute_value(
     """Attribute what a head reads at one key, and adds directly to a logit, to earlier writers.
 
     `places` are (text, query, key). The value of the key, times its attention weight, goes through
-    W_O and the final norm, whose scale is held, to the logit of one of `tokens` at the query, or to
-    the difference of two. Summed over all keys it is the contribution of `hw.attribute_logit`.
+    gates, W_O and the final norm, whose scale is held, to the logit of one of `tokens` at the query,
+    or to the difference of two. Summed over all keys it is the contribution of `hw.attribute_logit`.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
@@ -427,7 +437,9 @@ def attribute_value(
     minus = " minus ".join(map(repr, tokens))
     title = _title(f"{owner}, value of {head}, added to the logit of {minus}", runs)
     parts = _describe(runs[0].names, runs[0].sites, terms)
-    side = WriterSide(title, estimate_effect(terms.sum(1)), parts, estimate_effect(of_head))
+    side = WriterSide(
+        title, estimate_effect(terms.sum(1)), parts, estimate_effect(of_head), runs[0].note
+    )
     return WriterAttribution({"value": side})
 
 
