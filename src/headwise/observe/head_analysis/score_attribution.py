@@ -409,8 +409,9 @@ def attribute_value(
     """Attribute what a head reads at one key, and adds directly to a logit, to earlier writers.
 
     `places` are (text, query, key). The value of the key, times its attention weight, goes through
-    gates, W_O and the final norm, whose scale is held, to the logit of one of `tokens` at the query,
-    or to the difference of two. Summed over all keys it is the contribution of `hw.attribute_logit`.
+    gates, W_O and the final norm, whose scale is held, to the logit of one of `tokens` at the
+    query, or to the difference of two. Summed over all keys it is the contribution of
+    `hw.attribute_logit`.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
