@@ -256,8 +256,8 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 def _shares_storage(out: Tensor, operands: Sequence[Tensor]) -> bool:
     # storages of tensors without values have no address
-    is_alias: Any = torch._C._is_alias_of  # pyright: ignore[reportAttributeAccessIssue]
-    return any(is_alias(out, tensor) for tensor in operands)
+    has_same_storage: Any = getattr(torch._C, "_is_alias_of")  # noqa: B009 - pyright lacks it
+    return any(has_same_storage(out, tensor) for tensor in operands)
 
 
 def _current_part_method() -> tuple[str, str]:
