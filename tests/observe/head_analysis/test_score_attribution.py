@@ -459,6 +459,10 @@ def test_attributions_run_in_inference_mode():
     with torch.inference_mode():
         actual = attribute_score(model, [(CLEAN.clone(), 6, 2)], "L1H1")
     assert str(actual) == str(expected)
+    with torch.inference_mode():
+        model = ZOO["gpt2"].build()
+    with pytest.raises(ValueError, match=r"has weights made in torch\.inference_mode"):
+        attribute_score(model, [(CLEAN, 6, 2)], "L1H1")
 
 
 def test_several_places_have_intervals_and_the_chance_of_other_heads():

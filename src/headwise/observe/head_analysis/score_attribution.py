@@ -374,9 +374,9 @@ def attribute_score(
     """
     check_known("baseline", baseline, BASELINES)
     with (
-        text_reader(model, tokenizer) as reader,
         torch.inference_mode(False),
         torch.enable_grad(),
+        text_reader(model, tokenizer) as reader,
     ):
         runs, owner = _read_places(reader, places, head)
         products = np.stack([_score_products(run, baseline) for run in runs])
@@ -428,9 +428,9 @@ def attribute_value(
             "logits"
         )
     with (
-        text_reader(model, tokenizer) as reader,
         torch.inference_mode(False),
         torch.enable_grad(),
+        text_reader(model, tokenizer) as reader,
     ):
         ids = find_token_ids(reader, tokens)
         runs, owner = _read_places(reader, places, head)
@@ -446,6 +446,11 @@ def attribute_value(
 
 def _read_places(model: nn.Module, places: Iterable[Any], head: str) -> tuple[list[WriterRun], str]:
     """Return the runs of places for a head, and the name of the model."""
+    if any(one.is_inference() for one in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has weights made in torch.inference_mode(), which have no "
+            "gradients; load the model outside of it"
+        )
     nodes = CircuitModel(model)
     _ = nodes.first_block  # raises unless there is one residual stream
     nodes.check_all_mlps()  # so that what remains are biases
