@@ -87,6 +87,8 @@ def test_copies_and_views_are_distinguished():
 def test_a_layer_larger_than_memory_is_walked():
     steps = walk(hw.design(model=2**18, heads=2**9), tokens=10**6).steps
     assert steps[-1].shape == (5, 10**6, 2**18)
+    with pytest.raises(ValueError, match=r"tensors of 2.21e\+20 numbers; use fewer tokens"):
+        walk(hw.design(model=32, heads=8), tokens=2**31 - 1, batch=6)
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)

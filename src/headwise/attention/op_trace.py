@@ -47,6 +47,10 @@ PACKAGE_FOLDER = str(Path(__file__).parents[1])
 BACKENDS = "headwise.attention.backends."
 
 
+# of a tensor; parts that make several times larger ones still stay below the sizes of torch
+MAX_NUMBERS = 2**54
+
+
 @dataclass(frozen=True)
 class OperationStep:
     """One or more neighbouring operations of one interface method: their result, and whether its
@@ -158,6 +162,13 @@ def walk(
             )
     if source_tokens is None and spec.source is not None:
         source_tokens = tokens
+    keys = tokens if source_tokens is None else source_tokens
+    count = batch * max(max(tokens, keys) * spec.model, spec.heads.rows * tokens * keys)
+    if count > MAX_NUMBERS:
+        raise ValueError(
+            f"cannot trace a layer with tensors of {count:.3g} numbers; use fewer tokens or a "
+            f"smaller batch, for at most {MAX_NUMBERS:.3g}"
+        )
     torch_operations = points_of_class("other")
     with torch.device("meta"), torch.no_grad(), assume_points(torch_operations):
         layer = Attention(spec, backend="dense").eval()
