@@ -26,6 +26,7 @@ from headwise.learn.language_model_tour import (
 from headwise.learn.sample_tour import TEXTS as SAMPLE_TEXTS
 from headwise.observe.bundled_sample import load_sample_table
 from headwise.report.text import text_width
+from headwise.util.errors import SpecError
 from support.number_examples import small_gpt2
 
 
@@ -69,6 +70,15 @@ def test_texts_have_the_same_values_in_both_languages():
         fields = [set(re.findall(r"\{(\w+)", text)) for text in (english, chinese)]
         assert fields[1] <= fields[0]
     assert set(SAMPLE_TEXTS) < set(TEXTS)
+
+
+def test_a_folder_with_other_contents_is_refused_before_the_model_is_loaded(tmp_path: Path):
+    other = tmp_path / "sample" / "pruned"
+    other.mkdir(parents=True)
+    (other / "notes.txt").write_text("mine")
+    with pytest.raises(SpecError, match="pruned"):
+        run_language_model_tour(tmp_path / "absent.gguf", str, str, tmp_path)
+    assert (other / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ from .sample_tour import (
     PRUNED_NAME,
     TEXTS as SAMPLE_TEXTS,
     Tour,
+    check_output_folder,
     describe_classes,
     describe_sample,
     describe_verification,
@@ -122,6 +123,7 @@ def run_language_model_tour(
     progress: Callable[[str], object] = str,
 ) -> Tour:
     """Show every section of the tour and write the report to `out`; `quick` prunes nothing."""
+    check_output_folder(out / FOLDER_NAME / PRUNED_NAME)  # before a minute of measuring
     progress("loading the model")
     net = load(model)
 

@@ -319,7 +319,7 @@ def top_heads(table: HeadTable, measure: str) -> Table:
     return replace(ranking, columns=ranking.columns[:-1], rows=rows)
 
 
-# --- Streaming heads ---
+# --- Streaming heads ------------------------------------------------------------------------------
 
 
 def streaming_pattern(sinks: int, window: int) -> Pattern:
