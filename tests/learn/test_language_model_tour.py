@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def test_the_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: 
 
 
 def test_induction_is_what_repetition_is_worth():
-    net = small_gpt2()
+    net: Any = small_gpt2()
     ids = repeated_tokens(net)
     assert ids.shape == (NUM_REPEATED, 2 * PERIOD)
     assert torch.equal(ids[:, :PERIOD], ids[:, PERIOD:])
