@@ -269,8 +269,8 @@ for document in ("000", "001", "002", "003", "004"):
 
 
 LEARN_HEADS = {
-    "en": ("document", "title", "holds", "holds if", "wrong", "topics"),
-    "zh": ("文档", "标题", "成立", "有条件成立", "有误", "主题"),
+    "en": ("document", "title", "holds", "holds if", "wrong", "not resolved", "not run", "topics"),
+    "zh": ("文档", "标题", "成立", "有条件成立", "有误", "未有定论", "未运行", "主题"),
 }
 
 
@@ -281,10 +281,7 @@ def learn_documents(language: str) -> str:
     rows = []
     for document in load_documents():
         verdicts = [entry.verdict for entry in document.entries]
-        counts = [
-            str(verdicts.count(verdict))
-            for verdict in (Verdict.HOLDS, Verdict.HOLDS_IF, Verdict.WRONG)
-        ]
+        counts = [str(verdicts.count(verdict)) for verdict in Verdict]
         topics = ", ".join(f"`{topic}`" for topic in list_topics(document.entries))
         title = document.title.fill(language, {})
         rows.append([f"`{document.id}`", title, *counts, topics])
@@ -561,6 +558,13 @@ def write(path: Path, text: str) -> None:
     os.replace(file.name, path)
 
 
+def stored_files() -> dict[Path, str]:
+    """Data files of the package that are read from pages, with their contents."""
+    import stored_studies
+
+    return {stored_studies.OUT: stored_studies.stored_studies()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -570,8 +574,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     check = args.check
     stale = 0
-    for path in [page.resolve() for page in args.pages] or pages():
-        old, new, name = path.read_text(), generate(path), path.relative_to(ROOT).as_posix()
+    data = {} if args.pages else stored_files()
+    for path in [*data, *([page.resolve() for page in args.pages] or pages())]:
+        old = path.read_text() if path.is_file() else ""
+        new = data[path] if path in data else generate(path)
+        name = path.relative_to(ROOT).as_posix()
         if old == new:
             continue
         stale += 1

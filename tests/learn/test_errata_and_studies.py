@@ -71,8 +71,8 @@ def test_a_stored_run_is_read_with_its_claims(tmp_path: Path, monkeypatch: pytes
 
 def test_without_a_stored_run_the_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    (line,) = describe_study("depth", Words("zh"))
-    assert line.endswith("headwise study studies/depth.toml")
+    (line,) = describe_study("not-yet-run", Words("zh"))
+    assert line.endswith("headwise study studies/not-yet-run.toml")
     assert "没有" in line
 
 

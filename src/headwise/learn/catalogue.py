@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -29,6 +30,7 @@ class Verdict(StrEnum):
     HOLDS = "holds"
     HOLDS_IF = "holds if"
     WRONG = "wrong"
+    NOT_RESOLVED = "not resolved"
     NOT_RUN = "not run"
 
 
@@ -241,8 +243,16 @@ def _read_text(table: Mapping[str, str]) -> Text:
     return Text(table["en"].strip(), table["zh"].strip())
 
 
+def _find_run(table: Mapping[str, Any], module: Any) -> Callable[..., Outcome] | None:
+    """The run of an entry: a function of its module, or "MODULE.FUNCTION" of another one."""
+    if "run" not in table:
+        return None
+    other, _, name = table["run"].rpartition(".")
+    run = getattr(import_module(f"{__package__}.{other}") if other else module, name)
+    return partial(run, **table["arguments"]) if "arguments" in table else run
+
+
 def _read_entry(document: str, table: Mapping[str, Any], module: Any) -> Entry:
-    run = table.get("run")
     return Entry(
         id=table["id"],
         document=document,
@@ -253,7 +263,7 @@ def _read_entry(document: str, table: Mapping[str, Any], module: Any) -> Entry:
         reason_text=_read_text(table["reason"]),
         verdict=Verdict(table["verdict"]),
         rows=tuple(table.get("rows", ())),
-        run=None if run is None else getattr(module, run),
+        run=_find_run(table, module),
         reference=table.get("reference", ""),
         see=table.get("see", ""),
         study=table.get("study", ""),

@@ -17,11 +17,13 @@ from ..util.files import write_atomically
 from ..util.output_paths import FolderKind
 from .catalogue import Document, Entry, Result, Verdict, list_topics
 from .language import LANGUAGES, SAMPLE, join_clauses, join_items, localise, use_language
+from .stored_findings import draw_study, list_claims
 
 MARKS = {
     Verdict.HOLDS: "[+]",
     Verdict.HOLDS_IF: "[~]",
     Verdict.WRONG: "[x]",
+    Verdict.NOT_RESOLVED: "[?]",
     Verdict.NOT_RUN: "[ ]",
 }
 
@@ -34,8 +36,8 @@ PHRASES = {
     "documents": "Documents",
     "entries": "entries",
     "figure": "The figure of this entry is on the page that --html writes.",
-    "marks": "[+] holds, [~] holds if, [x] wrong, [ ] not run. C1.4 is an erratum, D6 a claim of a "
-    "cited paper, B3 a run that the errata ask for.",
+    "marks": "[+] holds, [~] holds if, [x] wrong, [?] not resolved, [ ] not run. C1.4 is an "
+    "erratum, D6 a claim of a cited paper, B3 a run that the errata ask for.",
     "start": "Read a document in order, a section (003-6 has the seven questions), a topic or an "
     "erratum:",
     "facts": "A fact about the cited source; nothing to compute.",
@@ -43,6 +45,8 @@ PHRASES = {
     "study": "Tested by training",
     "no_run": "no stored run here; run",
     "stored": "stored run",
+    "page": "stored results of",
+    "strips": "The strip picture of each task is on the page that --html writes.",
     "again": "to run it again:",
     "font": "No font with Chinese characters is installed, so quotes and figures may show boxes "
     "in their place. "
@@ -188,29 +192,30 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
     if entry.see:
         lines += wrap_page(f"{words.label('see')}{entry.see}", indent="    ")
     if entry.study:
-        for text in describe_study(entry.study, words):
+        for text in [*describe_study(entry.study, words), words.phrase("strips")]:
             lines += wrap_page(text, indent="    ")
     return "\n".join(lines)
 
 
 def describe_study(study: str, words: Words) -> list[str]:
-    """The claims of the last stored run of a study with its folder, or that there is none; and the
-    command.
+    """The claims of the last run of a study under the current folder, otherwise those of its page,
+    and the command.
     """
     title = words.label("study")
     command = f"headwise study studies/{study}.toml"
     reports = find_reports(study)
-    if not reports:
-        return [f"{title}{words.phrase('no_run')} {command}"]
-    _, _, text = reports[0].read_text(encoding="utf-8").partition(CLAIMS)
-    lines = text.partition("\n## ")[0].splitlines()
-    claims = [line.replace("\\", "") for line in lines if line.startswith("- ")]
     with use_language(words.language):
-        stored = [
-            f"{title}{words.phrase('stored')} {reports[0].parent.parent}",
-            f"{words.phrase('again')} {command}",
-        ]
-        head = join_clauses(stored, "; ")
+        if reports:
+            _, _, text = reports[0].read_text(encoding="utf-8").partition(CLAIMS)
+            lines = text.partition("\n## ")[0].splitlines()
+            claims = [line.replace("\\", "") for line in lines if line.startswith("- ")]
+            source = f"{words.phrase('stored')} {reports[0].parent.parent}"
+        else:
+            claims = [f"- {claim}" for claim in list_claims(study, words.language)]
+            source = f"{words.phrase('page')} docs/findings/study-{study}.md"
+        if not claims:
+            return [f"{title}{words.phrase('no_run')} {command}"]
+        head = join_clauses([title + source, f"{words.phrase('again')} {command}"], "; ")
     return [head, *claims]
 
 
@@ -297,12 +302,15 @@ def render_document(document: Document, language: str) -> str:
     """The page of a document as HTML; every entry is run."""
     with use_language(language):  # of the texts inside figures
         results = [(entry, entry.check()) for entry in document.entries]
+        studies = dict.fromkeys(entry.study for entry in document.entries)
+        strips = {study: list(draw_study(study, language)) for study in studies}
     return fill_template(
         TEMPLATE,
         title=f"{document.id} {document.title.fill(language, {})}",
         words=Words(language),
         notes={name: font_note(name) for name in LANGUAGES},
         results=results,
+        strips=strips,
         marks=MARKS,
         plain_formula=plain_formula,
         blocks=_blocks,

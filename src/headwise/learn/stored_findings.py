@@ -1,0 +1,106 @@
+"""Stored results of studies and of measured models: the claims and the strip picture of a study,
+and runs of entries that read these results. `tools/build_docs.py` writes them from the pages in
+docs/findings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, reduce
+from itertools import pairwise
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+from ..report.data import Estimate, Figure, Reference
+from ..studies.seed_statistics import draw_seeds
+from .catalogue import Number, Outcome, Text, Verdict, judge, read_toml
+from .language import localise
+
+MOST_COMPARISONS = 12  # of a study with more, only the significant ones are listed
+
+
+@cache
+def read_stored(name: str) -> Any:
+    """The stored results of "studies" or "models"."""
+    path = Path(__file__).with_name(f"stored_{name}.json")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def list_claims(study: str, language: str) -> Iterator[str]:
+    """Sentences with the scores and the comparisons of a study; none without stored results."""
+    sentences = {name: Text(**text) for name, text in read_toml("words")["claims"].items()}
+    for task, stored in read_stored("studies").get(study, {"tasks": {}})["tasks"].items():
+        metric = stored["metric"]
+        values = [f"{name} {one[metric]:.3f}" for name, one in stored["scores"].items()]
+        scores = (", " if language == "en" else "、").join(values)
+        yield sentences["scores"].fill(language, {"task": task, "scores": scores, "metric": metric})
+        shown = _shown_comparisons(stored["comparisons"])
+        for one in shown:
+            name = one["name" if language == "en" else "name_zh"]
+            verdict = localise("significant" if one["significant"] else "not significant")
+            numbers = {"task": task, "name": name, "verdict": verdict}
+            yield sentences["difference"].fill(language, {**one, **numbers})
+        others = len(stored["comparisons"]) - len(shown)
+        if others:
+            yield sentences["others"].fill(language, {"task": task, "others": others})
+
+
+def draw_study(study: str, language: str) -> Iterator[Figure]:
+    """The strip picture of each task: the difference of every seed, and means with intervals."""
+    for task, stored in read_stored("studies").get(study, {"tasks": {}})["tasks"].items():
+        rows: dict[str, tuple[Sequence[float], Estimate]] = {}
+        for one in _shown_comparisons(stored["comparisons"]):
+            name = one["name" if language == "en" else "name_zh"]
+            mean = Estimate(one["difference"], one["low"], one["high"])
+            rows[f"{name} *" if one["significant"] else name] = (one["seeds"], mean)
+        if rows:
+            title = f"{task}: {localise('differences of every seed (*: significant)')}"
+            names = (localise("seed"), localise("mean, 95 % interval"))
+            yield draw_seeds(title, rows, [Reference("y", 0.0)], names)
+
+
+def _shown_comparisons(comparisons: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    is_short = len(comparisons) <= MOST_COMPARISONS
+    return [one for one in comparisons if is_short or one["significant"]]
+
+
+# --- Runs of entries ------------------------------------------------------------------------------
+
+
+def study_differences(*, study: str, task: str, expected: Mapping[str, int]) -> Outcome:
+    """Stored comparisons of a study, each with the sign that the statement expects.
+
+    The statement holds if all are significant with this sign, is wrong if one is significant with
+    the other sign, and is not resolved if none is significant.
+    """
+    stored = read_stored("studies")[study]["tasks"][task]["comparisons"]
+    by_name = {one["name"]: one for one in stored}
+    numbers: dict[str, Number] = {}
+    signs: list[int] = []
+    for place, (name, sign) in enumerate(expected.items(), 1):
+        one = by_name[name]
+        numbers |= {f"{part}_{place}": one[part] for part in ("difference", "low", "high", "p")}
+        agrees = 1 if one["difference"] * sign > 0 else -1
+        signs.append(agrees if one["significant"] else 0)
+    if -1 in signs:
+        return Outcome(Verdict.WRONG, numbers)
+    if 1 not in signs:
+        return Outcome(Verdict.NOT_RESOLVED, numbers)
+    return Outcome(Verdict.HOLDS_IF if 0 in signs else Verdict.HOLDS, numbers)
+
+
+def stored_values(
+    *, of: str, values: Mapping[str, str | float], ascending: Sequence[str]
+) -> Outcome:
+    """Stored numbers by their places, such as "minilm|heads"; the statement holds if those of
+    `ascending` ascend. A value that is a number itself is a bound.
+    """
+    numbers: dict[str, Number] = {}
+    for name, place in values.items():
+        numbers[name] = (
+            reduce(getitem, place.split("|"), read_stored(of)) if isinstance(place, str) else place
+        )
+    ordered = [float(numbers[name]) for name in ascending]
+    return judge(all(low < high for low, high in pairwise(ordered)), **numbers)
