@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..observe.head_analysis.head_table import CLASS_STYLES
-from ..report.data import Axis, Bars, Figure, HeatMap, Links, Plot, Series
+from ..report.data import Axis, Bars, Estimate, Figure, HeatMap, Links, Plot, Reference, Series
 from .language import join_items, localise
 
 POSITIVE = "#5E65C0"
@@ -87,6 +88,29 @@ def draw_columns(columns: Sequence[Mapping[str, int]], labels: Sequence[str], ax
             legend[f"{letter}  {title}"] = colour
     bars = Bars(labels, heights, x_label=localise(axis), colours=colours, texts=texts)
     return Figure(localise(axis), [bars], legend)
+
+
+def draw_strips(title: str, rows: Mapping[str, tuple[Sequence[float], Estimate]]) -> Figure:
+    """A column per name: a dot for each seed, and the mean with its interval beside them.
+
+    >>> figure = draw_strips("copy", {"h1 minus h4": ([0.1, 0.0], Estimate(0.05, -0.1, 0.2))})
+    >>> figure.panels[0].series[0].ys
+    [0.1, 0.0]
+    """
+    dots = [(place - 0.12, value) for place, row in enumerate(rows.values()) for value in row[0]]
+    means = [mean for _, mean in rows.values()]
+    places = [place + 0.12 for place in range(len(means))]
+    ends = ([mean.low for mean in means], [mean.high for mean in means])
+    values = [mean.value for mean in means]
+    xs, ys = map(list, zip(*dots, strict=True))
+    series = [
+        Series(localise("seed"), xs, ys, line="", marker="o"),
+        Series(localise("mean, 95 % interval"), places, values, *ends, line="", marker="D"),
+    ]
+    names = {float(place): fill(name, 18) for place, name in enumerate(rows)}
+    axis = Axis(ticks=names, low=-0.5, high=len(rows) - 0.5)
+    size = (max(4.4, 1.0 + 1.4 * len(rows)), 3.0)
+    return Figure(title, [Plot(series, x=axis, references=[Reference("y", 0.0)], size=size)])
 
 
 def draw_curves(

@@ -13,10 +13,10 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from ..report.data import Estimate, Figure, Reference
-from ..studies.seed_statistics import draw_seeds
+from ..report.data import Estimate, Figure
 from .catalogue import Number, Outcome, Text, Verdict, judge, read_toml
 from .language import localise
+from .matrix_figures import draw_strips
 
 MOST_COMPARISONS = 12  # of a study with more, only the significant ones are listed
 
@@ -57,8 +57,7 @@ def draw_study(study: str, language: str) -> Iterator[Figure]:
             rows[f"{name} *" if one["significant"] else name] = (one["seeds"], mean)
         if rows:
             title = f"{task}: {localise('differences of every seed (*: significant)')}"
-            names = (localise("seed"), localise("mean, 95 % interval"))
-            yield draw_seeds(title, rows, [Reference("y", 0.0)], names)
+            yield draw_strips(title, rows)
 
 
 def _shown_comparisons(comparisons: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

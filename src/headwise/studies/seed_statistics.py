@@ -205,7 +205,7 @@ def draw_task(
     ranks = {name: -task.sign * score.mean.value for name, score in of_task.items()}
     names = sorted(of_task, key=lambda name: (math.isnan(ranks[name]), ranks[name]))
     baseline = of_task[study.baseline].mean.value
-    yield draw_seeds(
+    yield _seeds_figure(
         f"{task.name}: {task.metric} of every seed",
         {name: (of_task[name].values, of_task[name].mean) for name in names},
         [Reference("y", baseline, study.baseline)] if math.isfinite(baseline) else [],
@@ -230,14 +230,13 @@ def draw_differences(
             rows[f"{label} *" if one.is_significant else label] = (one.pairs, one.difference)
     if rows:
         title = f"{task.name}: differences of every seed (*: significant)"
-        yield draw_seeds(title, rows, [Reference("y", 0.0)])
+        yield _seeds_figure(title, rows, [Reference("y", 0.0)])
 
 
-def draw_seeds(
+def _seeds_figure(
     title: str,
     rows: Mapping[str, tuple[Sequence[float], Estimate]],
     references: Sequence[Reference],
-    labels: tuple[str, str] = ("seed", "mean, 95 % interval"),
 ) -> Figure:
     """Draw a column per name: a dot for each seed, and the mean with its interval."""
     seeds: list[tuple[float, float]] = []
@@ -249,8 +248,8 @@ def draw_seeds(
     dots = zip(*seeds, strict=True) if seeds else ((), ())
     bars = zip(*means, strict=True) if means else ((), (), (), ())
     series = [
-        Series(labels[0], *dots, line="", marker="o"),
-        Series(labels[1], *bars, line="", marker="D", band=False),
+        Series("seed", *dots, line="", marker="o"),
+        Series("mean, 95 % interval", *bars, line="", marker="D", band=False),
     ]
     names = {float(n): textwrap.fill(name, LABEL_WIDTH) for n, name in enumerate(rows)}
     axis = Axis(ticks=names, low=-0.5, high=len(rows) - 0.5)
