@@ -19,9 +19,10 @@ from headwise.studies.seed_statistics import (
     estimate_mean,
     score_variants,
 )
-from headwise.studies.study_file import Readout, parse_study
+from headwise.studies.study_file import Contrast, Readout, parse_study
 from headwise.studies.study_report import StudyReport
 from headwise.studies.study_runner import CellResult, StudyResults, choose_rates
+from headwise.studies.study_verdict import StudyVerdict, judge_study
 
 TABLE: dict[str, Any] = {
     "hypothesis": "x",
@@ -243,3 +244,87 @@ def test_learning_rates_are_chosen_on_validation():
         for cell in CellGrid(lower).tuning_cells()
     ]
     assert set(choose_rates(lower, losses).values()) == {0.001}
+
+
+# --- Verdicts by rules ----------------------------------------------------------------------------
+
+STRONG: dict[str, list[float | None]] = {
+    "mha": [0.5, 0.52, 0.51, 0.49],
+    "gqa": [0.8, 0.83, 0.81, 0.8],
+    "linear": [0.5] * 4,
+}
+
+
+def judge(values: dict[str, list[float | None]], *contrasts: list[str]) -> StudyVerdict:
+    results = make_results(values, contrasts=list(contrasts))
+    return judge_study(results.study, scores_of(results), compare_seeds(results))
+
+
+@pytest.mark.parametrize(
+    ("expected", "word"),
+    [
+        (["better"], "Supported"),
+        (["worse"], "Contradicted"),
+        (["within 0.5"], "Supported"),
+        (["within 0.1"], "Contradicted"),
+        (["within 0.31"], "Not resolved"),
+    ],
+)
+def test_one_expected_difference(expected: list[str], word: str):
+    verdict = judge(STRONG, ["gqa", "mha", *expected])
+    assert verdict.word == word
+    assert verdict.sentences[0].startswith(f"{word}: ")
+    assert "recall: gqa" in verdict.sentences[1]
+    assert len(verdict.sentences) == 2
+
+
+def test_several_expected_differences():
+    verdict = judge(STRONG, ["gqa", "mha", "better"], ["linear", "mha", "better"])
+    assert verdict.sentences == [
+        "Partly supported: 1 of 2 expected differences seen.",
+        "Seen: recall: gqa better than mha, +0.305 [+0.2958, +0.3142]; open: recall: linear "
+        "better than mha, -0.005 [-0.02554, +0.01554].",
+    ]
+    assert (
+        judge(STRONG, ["gqa", "mha", "worse"], ["linear", "mha", "better"]).word == "Contradicted"
+    )
+    assert judge(STRONG, ["linear", "mha", "better"]).word == "Not resolved"
+    assert judge(STRONG).word == "No verdict"
+
+
+def test_more_of_a_measure_is_not_better_or_worse():
+    verdict = judge(STRONG, ["learning of gqa", "learning of mha", "more"])
+    assert verdict.word == "Supported"
+
+
+def test_a_lower_loss_is_better():
+    task = {**TABLE["tasks"]["recall"], "metric": "loss", "threshold": 2.0}
+    results = make_results(STRONG, tasks={"recall": task})
+    losses = []
+    for one in results.cells:
+        value = STRONG[one.cell.variant][one.cell.seed - 1]
+        losses.append(replace(one, result={**one.result, "metrics": {"loss": value}}))
+    results = replace(results, cells=losses)
+    for expected, word in (("better", "Contradicted"), ("worse", "Supported")):
+        contrast = replace(parse_contrast("gqa", "mha"), expected=expected)
+        study = replace(results.study, contrasts=(contrast,))
+        verdict = judge_study(study, scores_of(results), compare_seeds(results))
+        assert verdict.word == word
+
+
+def parse_contrast(left: str, right: str) -> Contrast:
+    return Contrast(Readout.parse(left), Readout.parse(right))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([0.995, 0.999, 0.994, 1.0], "every variant reaches 0.99"),
+        ([0.05, 0.07, 0.06, 0.08], "mha has not begun to learn it (0.0650, chance 0.0625)"),
+    ],
+)
+def test_tasks_at_the_ceiling_or_the_floor_have_no_verdict(values: list[float | None], words: str):
+    of_all = {"mha": values, "gqa": values[::-1], "linear": values}
+    verdict = judge(of_all, ["gqa", "mha", "within 0.1"])
+    assert verdict.word == "No verdict"
+    assert verdict.sentences[1] == f"Recall is without verdict, because {words}."

@@ -34,7 +34,10 @@ TABLE: dict[str, Any] = {
     "baseline": "mha",
     "seeds": [1, 2],
     "recipe": {"steps": 8, "batch": 4, "lr": [0.001, 0.003]},
-    "variants": {"mha": {}, "few": {"preset": "gqa", "options": {"kv": 2}, "lr": 0.002}},
+    "variants": {
+        "mha": {},
+        "few": {"preset": "gqa", "options": {"kv": 2}, "recipe": {"lr": 0.002}},
+    },
     "tasks": {
         "recall": {**RECALL, "threshold": 0.5, "tests": {"longer": {"length": 64, "pairs": 8}}}
     },
@@ -45,14 +48,16 @@ TABLE: dict[str, Any] = {
 def test_what_a_file_says(tmp_path: Path):
     study = parse_study(TABLE, "few", "small", {})
     assert study.seeds == (1, 2)
-    assert study.rates == (0.001, 0.003)
-    assert study.variants["few"].rates == (0.002,)
+    mha, few = study.variants.values()
+    assert study.recipe_changes(mha, study.tasks["recall"])["lr"] == (0.001, 0.003)
+    assert study.recipe_changes(few, study.tasks["recall"])["lr"] == (0.002,)
     assert study.tasks["recall"].task == make_task("recall", **RECALL)
     assert study.tasks["recall"].tests["longer"] == make_task(
         "recall", vocabulary=32, length=64, pairs=8
     )
     smoke = parse_study(TABLE, "few", "smoke", {"recipe.batch": 2, "tasks.recall.pairs": 2})
-    assert (smoke.seeds, smoke.recipe) == ((1,), {"steps": 2, "batch": 2})
+    assert smoke.seeds == (1,)
+    assert smoke.recipe == {"steps": 2, "batch": 2, "lr": (0.001, 0.003)}
     assert smoke.tasks["recall"].task == make_task("recall", vocabulary=32, length=32, pairs=2)
     (tmp_path / "few.toml").write_text("hypothesis = 'x'\n[variants.mha]\n[tasks.recall]\n")
     assert read_study(tmp_path / "few.toml").name == "few"
@@ -65,6 +70,9 @@ def test_cells_of_a_study():
         ("mha", 0.001, 0),
         ("mha", 0.003, 0),
     ]
+    recipes = [cell.config["recipe"] for cell in tuning]
+    assert [recipe["steps"] for recipe in recipes] == [4, 4]  # half of 8
+    assert all((cell.config["tests"], cell.config["head_texts"]) == ({}, 0) for cell in tuning)
     report = grid.report_cells({("mha", "recall"): 0.003, ("few", "recall"): 0.002})
     assert [(cell.variant, cell.rate, cell.seed) for cell in report] == [
         *(("mha", 0.003, 1), ("mha", 0.003, 2), ("few", 0.002, 1), ("few", 0.002, 2)),
@@ -121,6 +129,31 @@ def test_cells_that_cannot_begin(changes: dict[str, Any], words: str):
     with pytest.raises(SpecError, match=words) as caught:
         CellGrid(parse_study({**TABLE, **changes}, "few", "small", {}))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "words"), refused_cases(__file__, "overrides", globals()))
+def test_overrides_without_effect_are_refused(key: str, words: str):
+    with pytest.raises(SpecError, match=words) as caught:
+        parse_study(TABLE, "few", "smoke", {key: 0.01})
+    assert "\n" not in str(caught.value)
+
+
+def test_learning_rates_of_a_task_and_a_variant_take_effect():
+    changed = {"tasks.recall.recipe.lr": 0.01, "variants.mha.recipe.lr": [0.1, 0.2]}
+    grid = CellGrid(parse_study(TABLE, "few", "small", changed))
+    assert [(cell.variant, cell.rate) for cell in grid.tuning_cells()] == [
+        ("mha", 0.1),
+        ("mha", 0.2),
+    ]
+    of_task = parse_study(TABLE, "few", "small", {"tasks.recall.recipe.lr": 0.01})
+    rates = {
+        variant.name: CellGrid(of_task).rates(variant, task) for variant, task in pairs_of(of_task)
+    }
+    assert rates == {"mha": (0.01,), "few": (0.002,)}
+
+
+def pairs_of(study: Study) -> list[tuple[Variant, StudyTask]]:
+    return [(variant, task) for task in study.tasks.values() for variant in study.variants.values()]
 
 
 def test_unknown_scale_and_unreadable_files(tmp_path: Path):

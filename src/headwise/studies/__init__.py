@@ -11,5 +11,6 @@ In reading order:
 - `study_runner` prices every cell, chooses learning rates, runs the report seeds, and measures
   decoding;
 - `seed_statistics` compares variants: paired differences, corrected p values, and figures;
+- `study_verdict` compares by rules what a study expects with what was found;
 - `study_report` makes tables, claims and the page.
 """

@@ -41,7 +41,7 @@ from ..util.errors import SpecError
 from .study_file import CELL_EXECUTION, Readout, Study, StudyTask, Variant
 
 # It grows when the results of a cell change, so that old results are not mixed with new ones.
-CELL_FORMAT = 3
+CELL_FORMAT = 4
 ID_LENGTH = 12
 MIN_CHECKPOINT_STEPS = 50  # in shorter runs of seconds, checkpoints would take a tenth of the time
 
@@ -83,15 +83,16 @@ class CellGrid:
             self.recipes[key] = recipe
             self.models[key] = model
             check_training(study, variant, task, model.spec, recipe)
-        for task in study.tasks:
+        for task in study.tasks.values():
             # Raise if two variants would train the same model in the same way.
             names: dict[tuple[ModelSpec, Recipe, tuple[float, ...]], str] = {}
             for name, variant in study.variants.items():
-                trained = (self.models[name, task].spec, self.recipes[name, task])
-                other = names.setdefault((*trained, self.rates(variant)), name)
+                key = (name, task.name)
+                trained = (self.models[key].spec, self.recipes[key])
+                other = names.setdefault((*trained, self.rates(variant, task)), name)
                 if other != name:
                     raise SpecError(
-                        f"the variants {other!r} and {name!r} are the same model on {task!r}; "
+                        f"the variants {other!r} and {name!r} are the same model on {task.name!r}; "
                         "leave one out, or give it other options"
                     )
         for contrast in study.contrasts:
@@ -116,17 +117,25 @@ class CellGrid:
         if all(problems):
             raise SpecError(f"the contrast of {readout.text!r} cannot be measured: {problems[0]}")
 
-    def rates(self, variant: Variant) -> tuple[float, ...]:
-        """Return the learning rates to try for a variant."""
-        return variant.rates or self.study.rates
+    def rates(self, variant: Variant, task: StudyTask) -> tuple[float, ...]:
+        """Return the learning rates to try for a variant on a task."""
+        return self.study.recipe_changes(variant, task)["lr"]
 
     def tuning_cells(self) -> list[Cell]:
-        """List the cells that choose a learning rate, for variants with more than one."""
+        """List the cells that choose a learning rate, for variants with more than one.
+
+        They take half the steps, and only validate: no tests, heads or edits.
+        """
         cells: list[Cell] = []
         for variant, task in self.pairs:
-            rates = self.rates(variant)
-            if len(rates) > 1:
-                cells += [self.cell(variant, task, rate, self.study.tuning_seed) for rate in rates]
+            rates = self.rates(variant, task)
+            for rate in rates if len(rates) > 1 else ():
+                cell = self.cell(variant, task, rate, self.study.tuning_seed)
+                recipe = dict(cell.config["recipe"])
+                for name in ("steps", "evaluate_every", "checkpoint_every"):
+                    recipe[name] = max(1, recipe[name] // 2)
+                changes = {"recipe": recipe, "tests": {}, "head_texts": 0, "edits": {}}
+                cells.append(replace(cell, config={**cell.config, **changes}))
         return cells
 
     def report_cells(self, chosen: Mapping[PairKey, float]) -> list[Cell]:
@@ -158,10 +167,9 @@ class CellGrid:
 
 
 def make_recipe(study: Study, variant: Variant, task: StudyTask) -> Recipe:
-    """Return the recipe of a variant on a task: the study's, changed by the task, then by the
-    variant.
-    """
-    changes = {**study.recipe, **task.recipe, **variant.recipe}
+    """Return the recipe of a variant on a task, with its first learning rate."""
+    changes = study.recipe_changes(variant, task)
+    changes["lr"] = changes["lr"][0]
     try:
         steps = from_dict(changes).steps
         evaluations = {

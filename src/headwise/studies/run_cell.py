@@ -61,7 +61,7 @@ RESULT_FILE = "result.json"
 RUN_FOLDER = "run"
 EDIT_FOLDER = "edits"
 LOG_FILE = "metrics.jsonl"
-TEST_BATCHES = 4  # batches of each further test
+NOT_DEFINED = "not defined: some weights of mixed heads are negative"
 MAX_QUERIES = 256  # queries of a text with summarised scores
 
 
@@ -135,7 +135,7 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     trained = train(task, spec, recipe, run_folder, "allowed", [clock], curves=False)
     net = trained.net
     curve = read_curve(run_folder / LOG_FILE)
-    sums = sum_batch_metrics(net, task, (recipe.batch, TEST_BATCHES), trained.split)
+    sums = sum_batch_metrics(net, task, (recipe.batch, recipe.evaluate_batches), trained.split)
     tests: dict[str, dict[str, float]] = {}
     # The heads before the first step, and at every checkpoint if the recipe keeps several.
     untrained = build(spec, seed=recipe.seed, init=recipe.init)
@@ -149,7 +149,7 @@ def _train_and_test(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             heads_at[f"step {checkpoint.step}"] = summarise_heads(untrained, task, num_texts)
     for name, values in config["tests"].items():
         test = read_task(values)
-        tests[name] = evaluate_model(net, test, recipe.batch)
+        tests[name] = evaluate_model(net, test, recipe)
         heads_at[f"test {name}"] = summarise_heads(net, test, num_texts)
     heads = summarise_heads(net, task, num_texts)
     edits: dict[str, Any] = {}
@@ -215,9 +215,9 @@ def lists_to_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def evaluate_model(net: Transformer, task: Task, batch_size: int) -> dict[str, float]:
-    """Average each metric of a model over a few batches for tests."""
-    sums = sum_batch_metrics(net, task, (batch_size, TEST_BATCHES), "test")
+def evaluate_model(net: Transformer, task: Task, recipe: Recipe) -> dict[str, float]:
+    """Average each metric of a model over the batches of an evaluation, for tests."""
+    sums = sum_batch_metrics(net, task, (recipe.batch, recipe.evaluate_batches), "test")
     return {name: total / count for name, (total, count) in sums.items() if count}
 
 
@@ -264,6 +264,9 @@ def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, A
     - `gates`: for each attention with gates, the share of tokens for which each head is on;
     - `residual`: how different the tokens of a text are after each layer, from 0 (equal) to 1
       (2103.03404).
+
+    Where heads are mixed after the softmax, weights may be negative; then only scores, gates and
+    `residual` are defined.
     """
     if num_texts < 2:
         return {"note": "not measured"}
@@ -274,16 +277,18 @@ def summarise_heads(net: Transformer, task: Task, num_texts: int) -> dict[str, A
         table = classify_heads(measure_heads(net, examples, collectors=[spread]))
     except ValueError as error:
         return {"note": str(error)}
+    summary = {"heads": len(table.heads), **_summarise_calls(net, examples)}
+    if spread.has_negative:
+        return {**summary, "note": NOT_DEFINED}
     classes = Counter(head.classes[0].name for head in table.heads)
     return {
-        "heads": len(table.heads),
+        **summary,
         "measures": _means(table, "value"),
         "chance": _means(table, "chance"),
         "classes": dict(sorted(classes.items())),
         "diversity": spread.diversity,
         "support": statistics.fmean(spread.support),
         "support_spread": statistics.pstdev(spread.support),
-        **_summarise_calls(net, examples),
     }
 
 
@@ -308,6 +313,7 @@ class HeadSpread(MeasureCollector):
     def __init__(self) -> None:
         self._diversity = np.zeros(2)  # sum and number of rows
         self._support: dict[tuple[str, int], NDArray[np.float64]] = {}  # the same by head
+        self.has_negative = False  # whether a weight is below 0
 
     @property
     def diversity(self) -> float | None:
@@ -325,6 +331,7 @@ class HeadSpread(MeasureCollector):
         heads, rows, _ = band.w_HTS.shape
         spread = spread_of_sets(band.w_HTS, torch.ones(1, heads), torch.ones(heads, rows))
         self._diversity += [float(one[0]) for one in spread]
+        self.has_negative |= bool((band.w_HTS < 0).any())
         for head, keys in enumerate((band.w_HTS > 0).sum((-1, -2)).tolist()):
             self._support[site, head] = self._support.get((site, head), 0) + np.array([keys, rows])
 
@@ -532,7 +539,7 @@ def evaluate_edit(
         recipe = replace(recipe, **changes)
         edited = train(task, edited, recipe, folder, "allowed", curves=False).net
     with context:
-        metrics = evaluate_model(edited.eval(), task, recipe.batch)
+        metrics = evaluate_model(edited.eval(), task, recipe)
     return {
         "metrics": metrics,
         "parameters": sum(one.numel() for one in edited.parameters()),

@@ -103,7 +103,7 @@ def compare_seeds(results: StudyResults) -> dict[PairKey, Comparison]:
     trained = {name: Readout.for_variant(name) for name in study.variants}
     baseline = trained.pop(study.baseline)
     planned = {name: Contrast(readout, baseline) for name, readout in trained.items()}
-    planned |= {contrast.name: contrast for contrast in study.contrasts}
+    planned |= {contrast.key(study.baseline): contrast for contrast in study.contrasts}
     compared: dict[PairKey, Comparison] = {}
     for task in study.tasks.values():
         for name, contrast in planned.items():

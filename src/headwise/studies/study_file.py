@@ -141,17 +141,37 @@ class Readout:
         return all(tables[kind][name] is not False for kind, name in names.items())
 
 
+EXPECTED = re.compile(r"better|worse|more|less|within (?P<margin>\d*\.?\d+)")
+
+
 @dataclass(frozen=True)
 class Contrast:
-    """Subtract `right` from `left`, paired over seeds."""
+    """Subtract `right` from `left`, paired over seeds.
+
+    `expected` is what the hypothesis says of the difference: that `left` is "better" or "worse" by
+    the metric of the task, or has "more" or "less" of a measure, or that the two differ by at most
+    a margin, as in "within 0.01". It is empty where the hypothesis says nothing.
+    """
 
     left: Readout
     right: Readout
+    expected: str = ""
 
     @property
     def name(self) -> str:
         """Write the contrast in words."""
         return f"{self.left.text} minus {self.right.text}"
+
+    def key(self, baseline: str) -> str:
+        """Name the comparison; that of a variant with the baseline is named as the variant."""
+        is_plain = (self.left.text, self.right.text) == (self.left.variant, baseline)
+        return self.left.text if is_plain else self.name
+
+    @property
+    def margin(self) -> float | None:
+        """Return the largest difference that counts as none; None for a direction."""
+        match = EXPECTED.fullmatch(self.expected)
+        return None if match is None or match["margin"] is None else float(match["margin"])
 
 
 def parse_contrasts(values: Any, tables: Tables, baseline: str) -> tuple[Contrast, ...]:
@@ -159,18 +179,26 @@ def parse_contrasts(values: Any, tables: Tables, baseline: str) -> tuple[Contras
 
     `tables` has the variants, edits and tests of the file by their names. A contrast with one that
     the scale sets to false is left out; raises SpecError for one that the file does not have, and
-    for a comparison that the report makes anyway: the metric of a variant and of the baseline.
+    for a comparison that the report makes anyway, the metric of a variant and of the baseline,
+    unless it says what is expected.
     """
     contrasts: list[Contrast] = []
     pairs: set[frozenset[str]] = set()
-    for pair in values if isinstance(values, list) else (values,):
-        is_pair = isinstance(pair, list) and len(pair) == 2
-        if not is_pair or not all(isinstance(text, str) for text in pair):
+    for texts in values if isinstance(values, list) else (values,):
+        is_pair = isinstance(texts, list) and len(texts) in (2, 3)
+        if not is_pair or not all(isinstance(text, str) for text in texts):
             raise SpecError(
-                f"contrasts has {pair!r}, which is not a pair of texts; write "
-                '[["VARIANT", "VARIANT"]]'
+                f"contrasts has {texts!r}, which is not a pair of texts; write "
+                '[["VARIANT", "VARIANT"]], or [["VARIANT", "VARIANT", "better"]]'
             )
-        contrast = Contrast(*map(Readout.parse, pair))
+        pair = texts[:2]
+        contrast = Contrast(*map(Readout.parse, pair), expected="".join(texts[2:]))
+        words = ("more", "less") if contrast.left.measure else ("better", "worse")
+        if contrast.margin is None and contrast.expected not in ("", *words):
+            raise SpecError(
+                f"the contrast {contrast.name!r} expects {contrast.expected!r}; write "
+                f"{words[0]!r}, {words[1]!r}, or 'within 0.01' for a difference of at most 0.01"
+            )
         left = contrast.left
         right = contrast.right
         if left.text == right.text:
@@ -183,11 +211,12 @@ def parse_contrasts(values: Any, tables: Tables, baseline: str) -> tuple[Contras
                 f"the contrast {contrast.name!r} takes {measures[1]} from {measures[0]}; give two "
                 "readouts of one measure"
             )
-        if baseline in pair and pair == [left.variant, right.variant]:
+        is_expected = pair[1] == baseline and contrast.expected
+        if baseline in pair and pair == [left.variant, right.variant] and not is_expected:
             raise SpecError(
                 f"the contrast {contrast.name!r} compares a variant with the baseline "
-                f"{baseline!r}, as the report does for every variant; leave it out, or name a "
-                'measure, as in "learning of VARIANT"'
+                f"{baseline!r}, as the report does for every variant; leave it out, or say what "
+                f'is expected, as in ["VARIANT", "{baseline}", "better"]'
             )
         if frozenset(pair) in pairs:
             raise SpecError(
@@ -218,7 +247,7 @@ CELL_EXECUTION: Mapping[str, Any] = {
 }
 RECIPE_KEYS = {one.name for one in fields(Recipe)} - {*CELL_EXECUTION, "device", "seed"}
 MODEL_KEYS = [one.name for one in fields(ModelShape)]
-VARIANT_KEYS = ("preset", "spec", "options", "model", "recipe", "lr")
+VARIANT_KEYS = ("preset", "spec", "options", "model", "recipe")
 TASK_KEYS = ("task", "metric", "threshold", "model", "recipe", "tests", "options")
 
 
@@ -238,7 +267,6 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     model: Mapping[str, Any] = field(default_factory=dict[str, Any])
     recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    rates: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -273,7 +301,6 @@ class Study:
     variants: Mapping[str, Variant]
     tasks: Mapping[str, StudyTask]
     seeds: tuple[int, ...]
-    rates: tuple[float, ...]
     recipe: Mapping[str, Any]
     model: Mapping[str, Any]
     match: str = "none"
@@ -286,9 +313,16 @@ class Study:
     folder: Path = Path()
     device: str = "cpu"
 
+    def recipe_changes(self, variant: Variant, task: StudyTask) -> dict[str, Any]:
+        """Return the fields of the recipe: the study's, changed by the task, then by the variant.
+
+        `lr` holds all learning rates that are tried.
+        """
+        return {"lr": (Recipe().lr,), **self.recipe, **task.recipe, **variant.recipe}
+
 
 # Fields of a study that its file does not have: its name, and what the command chooses.
-CHOSEN_FIELDS = {"name", "rates", "scale", "folder", "device"}
+CHOSEN_FIELDS = {"name", "scale", "folder", "device"}
 STUDY_KEYS = {one.name for one in fields(Study)} - CHOSEN_FIELDS | {"scales"}
 
 
@@ -333,6 +367,7 @@ def parse_study(
         )
     merged = _merge(table, _read_table(scales.get(scale, {}), f"scales.{scale}").values)
     for key, value in overrides.items():
+        _check_override(key, merged, overrides)
         merged = _merge(merged, _nest(key, value))
     record = _read_table(merged, "the study", STUDY_KEYS)
     variants = {key: _parse_variant(one) for key, one in _chosen(merged, "variants").items()}
@@ -343,8 +378,6 @@ def parse_study(
             f"the study {name!r} has {len(variants)} variants and {len(tasks)} tasks; give one of "
             "each"
         )
-    recipe = dict(_read_table(merged.get("recipe", {}), "recipe").values)
-    rates = _parse_rates(recipe.pop("lr", Recipe().lr), "recipe.lr")
     baseline = record.read_text("baseline", next(iter(variants)))
     given_seeds = merged.get("seeds", (1, 2, 3))
     seeds = given_seeds if isinstance(given_seeds, (list, tuple)) else (given_seeds,)
@@ -358,8 +391,7 @@ def parse_study(
         variants=variants,
         tasks=tasks,
         seeds=tuple(seeds),
-        rates=rates,
-        recipe=_read_table(recipe, "recipe", RECIPE_KEYS).values,
+        recipe=_read_recipe(merged.get("recipe", {}), "recipe"),
         model=_read_table(merged.get("model", {}), "model", MODEL_KEYS).values,
         match=record.read_text("match", "none"),
         tolerance=record.read_number("tolerance", 0.1),
@@ -398,8 +430,10 @@ def _check_study(study: Study) -> None:
         raise SpecError(
             f"tolerance = {study.tolerance!r} must be between 0 and 1; use 0.1 for 10 %"
         )
-    rates = [len(variant.rates or study.rates) for variant in study.variants.values()]
-    count = len(study.tasks) * (sum(rates) + len(rates) * len(study.seeds))
+    count = 0
+    for task in study.tasks.values():
+        for variant in study.variants.values():
+            count += len(study.recipe_changes(variant, task)["lr"]) + len(study.seeds)
     if count > MAX_CELLS:
         raise SpecError(
             f"the study has {count:,} cells; give fewer variants, rates or seeds (at most "
@@ -424,11 +458,8 @@ def _parse_variant(record: Record) -> Variant:
         raise SpecError(
             f"there is no preset {name!r}; {suggest(name, PRESETS)}, or give {record.where} a spec"
         )
-    rates: tuple[float, ...] = ()
-    if "lr" in record.values:
-        rates = _parse_rates(record.values["lr"], f"{record.where}.lr")
     options = record.read_record("options", {}).values
-    return Variant(name, preset, spec, options, *_read_changes(record), rates)
+    return Variant(name, preset, spec, options, *_read_changes(record))
 
 
 def _parse_task(name: str, record: Record) -> StudyTask:
@@ -449,12 +480,16 @@ def _parse_task(name: str, record: Record) -> StudyTask:
 
 def _read_changes(record: Record) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Read the changes of model and recipe in a table of a variant or a task."""
-    keys = {"model": MODEL_KEYS, "recipe": RECIPE_KEYS}
-    model, recipe = (
-        _read_table(record.values.get(key, {}), f"{record.where}.{key}", names)
-        for key, names in keys.items()
-    )
-    return model.values, recipe.values
+    model = _read_table(record.values.get("model", {}), f"{record.where}.model", MODEL_KEYS)
+    return model.values, _read_recipe(record.values.get("recipe", {}), f"{record.where}.recipe")
+
+
+def _read_recipe(value: object, where: str) -> Mapping[str, Any]:
+    """Read fields of a recipe; `lr` is one learning rate or several."""
+    recipe = dict(_read_table(value, where, RECIPE_KEYS).values)
+    if "lr" in recipe:
+        recipe["lr"] = _parse_rates(recipe["lr"], f"{where}.lr")
+    return recipe
 
 
 def _contrast_tables(table: Mapping[str, Any], merged: Mapping[str, Any]) -> Tables:
@@ -508,6 +543,30 @@ def _merge(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
             value = _merge(old, value)
         merged[key] = value
     return merged
+
+
+def _check_override(key: str, merged: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Raise SpecError for an override without effect: of a scale, or of what a task or a variant
+    sets by itself.
+    """
+    first, _, rest = key.partition(".")
+    if first == "scales":
+        inner = rest.partition(".")[2] or "recipe.steps"
+        raise SpecError(
+            f"{key} cannot be set, because the scale is applied before; set {inner}, which changes "
+            "the scale that is run"
+        )
+    for kind in ("tasks", "variants") if first in ("recipe", "model") else ():
+        for name in _chosen(merged, kind):
+            own = f"{kind}.{name}.{key}"
+            value: Any = merged[kind][name]
+            for step in key.split("."):
+                value = value.get(step) if isinstance(value, Mapping) else None
+            if value is not None and own not in overrides:
+                raise SpecError(
+                    f"{key} has no effect on {name!r}, because the file sets {own} = {value!r}; "
+                    f"set {own} too"
+                )
 
 
 def _nest(path: str, value: Any) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from .seed_statistics import (
 )
 from .study_file import OTHER_HEAD_NUMBERS, Readout, StudyTask
 from .study_runner import REPORT, STUDY_FOLDER, CellResult, StudyResults, read_decode_times
+from .study_verdict import StudyVerdict, judge_study
 
 REPORT_FOLDER = "report"
 REPORT_FILE = "report.md"
@@ -65,9 +66,7 @@ COLUMN_NOTES = {
     "support_spread": "support_spread: standard deviation of that number over heads",
     "score_deviation": "score_deviation: standard deviation of scores over keys",
     "score_rank": "score_rank: effective rank of the scores",
-    "score_change": "score_change: what mixing and biases add to the scores, as a share; heads "
-    "that are mixed after the softmax may have negative weights, and entropy, confidence, sink and "
-    "diversity may then leave their usual ranges",
+    "score_change": "score_change: what mixing and biases add to the scores, as a share",
     "residual": "residual: how different the tokens of a text are after the last layer, 0 equal",
 }
 
@@ -109,6 +108,11 @@ class StudyReport:
         return claims
 
     @property
+    def verdict(self) -> StudyVerdict:
+        """Judge what the study file expects, by rules."""
+        return judge_study(self.results.study, self.scores, self.comparisons)
+
+    @property
     def failures(self) -> list[str]:
         """List one line for each cell without metrics."""
         return [
@@ -124,6 +128,9 @@ class StudyReport:
         study = self.results.study
         claims: list[Item] = [self.claims]
         sections = [Section(CLAIMS_TITLE, claims)]
+        is_judged = any(contrast.expected for contrast in study.contrasts)
+        if is_judged and len(study.seeds) >= MIN_SEEDS_TO_CLAIM:
+            sections.insert(0, Section("Verdict, by rules", [self.verdict.sentences]))
         for task in study.tasks.values():
             figures = draw_task(self.results, task, self.scores, self.comparisons)
             sections.append(Section(task.name, [*figures, *self.tables(task)]))
@@ -213,13 +220,16 @@ class StudyReport:
     def _contrast_table(self, task: StudyTask) -> Table:
         """Tabulate the contrasts that the study planned, on one task."""
         rows: list[list[Value]] = []
-        for contrast in self.results.study.contrasts:
-            one = self.comparisons.get((contrast.name, task.name))
+        study = self.results.study
+        for contrast in study.contrasts:
+            one = self.comparisons.get((contrast.key(study.baseline), task.name))
             if one is not None:
                 p = one.corrected_p
-                rows.append([contrast.name, one.difference, len(one.pairs), p, one.is_significant])
+                row: list[Value] = [contrast.name, contrast.expected or None, one.difference]
+                rows.append([*row, len(one.pairs), p, one.is_significant])
         columns = [
             "contrast",
+            "expected",
             Column("difference [95 % interval]", format_difference),
             "seeds",
             Column("p", format_p),
@@ -230,7 +240,8 @@ class StudyReport:
             "the edit or the test changes in it; learning: its mean over the evaluations during "
             "training. Intervals are of each contrast alone; p is corrected as above.",
         )
-        return Table(f"{task.name}, planned contrasts", columns, rows, notes)
+        table = Table(f"{task.name}, planned contrasts", columns, rows, notes)
+        return table.without_empty_columns()
 
     def _slice_table(self, task: StudyTask, cells: CellsByVariant) -> Table:
         """Tabulate the metric on each part of the test set and on each further test."""
@@ -289,17 +300,19 @@ def tabulate_heads(task: StudyTask, cells: CellsByVariant) -> Table:
         for place in ordered:
             summaries[place] = [one.result["heads_at"].get(place, {}) for one in of_variant]
         for place, of_place in summaries.items():
-            measured = [one for one in of_place if "measures" in one]
+            measured = [one for one in of_place if "heads" in one]
             notes = [one["note"] for one in of_place if "note" in one]
             if measured:
                 flat = [
-                    {**one, **one["measures"], "residual": one["residual"][-1]} for one in measured
+                    {**one, **one.get("measures", {}), "residual": one["residual"][-1]}
+                    for one in measured
                 ]
                 means = [_mean_of(flat, name) for name in HEAD_NUMBERS]
                 totals = Counter[str]()
                 for one in measured:
-                    totals.update(one["classes"])
+                    totals.update(one.get("classes", {}))
                 counts = [f"{n / len(measured):.3g} {name}" for name, n in totals.most_common()]
+                counts += dict.fromkeys(notes)
                 rows.append([variant, place, *means, ", ".join(counts)])
             elif place == "trained" and notes:
                 rows.append([variant, place, *([None] * len(HEAD_NUMBERS)), notes[0]])
@@ -360,7 +373,7 @@ def describe_protocol(report: StudyReport) -> list[str]:
     grid = results.grid
     count = sum(one.stage == REPORT for one in results.cells)
     seconds = sum(one.result.get("timing", {}).get("processor", math.nan) for one in results.cells)
-    rates = set[float]().union(*map(grid.rates, study.variants.values()))
+    rates = set[float]().union(*(grid.rates(*pair) for pair in grid.pairs))
     recipes = {f"{one.steps} steps of {one.batch} examples" for one in grid.recipes.values()}
     facts = {
         "scale": study.scale,

@@ -117,8 +117,9 @@ def run_study(
             write_atomically(path, json.dumps(document).encode() + b"\n")
         rates: dict[PairKey, float] = {}
         for variant, task in grid.pairs:
-            if len(grid.rates(variant)) == 1:
-                rates[variant.name, task.name] = grid.rates(variant)[0]
+            tried = grid.rates(variant, task)
+            if len(tried) == 1:
+                rates[variant.name, task.name] = tried[0]
         cells = folder / CELLS_FOLDER
         chosen = list(filter(only, grid.tuning_cells()))
         tuned = run_stage(TUNE, chosen, cells, engine, progress)
@@ -198,18 +199,26 @@ FORWARD_SHARE = 1 / 3  # of a training step: the backward pass takes about two f
 
 @dataclass(frozen=True)
 class CellPrice:
-    """Price one cell of a variant on a task, and count such cells.
+    """Price one report cell of a variant on a task, and count its cells.
 
-    `seconds` is None if no steps were timed, or if they failed, which `problem` explains.
+    `rates` are the learning rates that are tried, each in a tuning cell of half the steps if there
+    are several. `seconds` is None if no steps were timed, or if they failed, which `problem`
+    explains.
     """
 
     variant: str
     task: str
-    count: int
+    seeds: int
+    rates: tuple[float, ...]
     steps: int
     model: VariantModel
     seconds: float | None
     problem: str = ""
+
+    @property
+    def tuning_cells(self) -> int:
+        """Count the cells that choose the learning rate."""
+        return len(self.rates) if len(self.rates) > 1 else 0
 
     @property
     def flops(self) -> int:
@@ -228,7 +237,7 @@ class StudyPlan:
     @property
     def num_cells(self) -> int:
         """Count cells, including those that choose learning rates."""
-        return sum(price.count for price in self.prices)
+        return sum(price.seeds + price.tuning_cells for price in self.prices)
 
     @property
     def seconds(self) -> float | None:
@@ -237,7 +246,7 @@ class StudyPlan:
         for price in self.prices:
             if price.seconds is None:
                 return None
-            total += price.count * price.seconds
+            total += (price.seeds + price.tuning_cells / 2) * price.seconds
         return total / max(1, self.jobs)
 
     @property
@@ -290,7 +299,6 @@ def plan_study(
     prices: list[CellPrice] = []
     for variant, task in grid.pairs:
         key = (variant.name, task.name)
-        num_rates = len(grid.rates(variant))
         recipe = grid.recipes[key]
         result = timings[trials[key].id]
         is_done = result["status"] == "done"
@@ -305,7 +313,8 @@ def plan_study(
         prices.append(
             CellPrice(
                 *key,
-                count=len(study.seeds) + (num_rates if num_rates > 1 else 0),
+                seeds=len(study.seeds),
+                rates=grid.rates(variant, task),
                 steps=recipe.steps,
                 model=grid.models[key],
                 seconds=seconds,
@@ -317,10 +326,9 @@ def plan_study(
 
 def _trial_cell(grid: CellGrid, variant: str, task: str, seed: int = 0) -> Cell:
     """Cut the first cell of a variant on a task to a few steps and one evaluation."""
-    study = grid.study
-    cell = grid.cell(
-        study.variants[variant], study.tasks[task], grid.rates(study.variants[variant])[0], seed
-    )
+    arm = grid.study.variants[variant]
+    of_task = grid.study.tasks[task]
+    cell = grid.cell(arm, of_task, grid.rates(arm, of_task)[0], seed)
     recipe = {**cell.config["recipe"], "steps": TRIAL_STEPS, "evaluate_every": TRIAL_STEPS}
     return replace(cell, config={**cell.config, "recipe": recipe})
 
@@ -328,7 +336,7 @@ def _trial_cell(grid: CellGrid, variant: str, task: str, seed: int = 0) -> Cell:
 def tabulate_plan(plan: StudyPlan) -> Table:
     """Tabulate the plan, with the time of the study and problems as notes."""
     columns = [
-        *("task", "variant", "cells", "steps", "parameters"),
+        *("task", "variant", "seeds", "learning rates", "steps", "parameters"),
         Column("FLOPs", format_count),
         "KV bytes",
         Column("time", format_seconds),
@@ -337,8 +345,9 @@ def tabulate_plan(plan: StudyPlan) -> Table:
     notes: list[str] = []
     for price in plan.prices:
         model = price.model
-        row: list[Value] = [price.task, price.variant, price.count, price.steps, model.parameters]
-        rows.append([*row, float(price.flops), model.kv_bytes, price.seconds])
+        rates = ", ".join(f"{rate:g}" for rate in price.rates)
+        row: list[Value] = [price.task, price.variant, price.seeds, rates, price.steps]
+        rows.append([*row, model.parameters, float(price.flops), model.kv_bytes, price.seconds])
         if price.problem:
             notes.append(f"{price.variant} on {price.task} cannot run: {price.problem}")
     matches = {f"{one.variant}: {one.model.match}" for one in plan.prices if one.model.match}
@@ -346,7 +355,7 @@ def tabulate_plan(plan: StudyPlan) -> Table:
     total = "unknown time" if plan.seconds is None else format_seconds(plan.seconds)
     about = (
         f"{total} in all {where}; the column is the time of one cell, from {TRIAL_STEPS} steps "
-        "timed here"
+        "timed here; a learning rate is tried with half the steps"
     )
     count = pluralise(plan.num_cells, "cell")
     title = f"{plan.study.name}, scale {plan.study.scale}: {count}"

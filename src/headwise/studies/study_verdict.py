@@ -1,0 +1,152 @@
+"""The verdict of a study: what its file expects, compared by rules with what its tests found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ..report.text import format_difference, format_number
+from ..util.errors import pluralise
+from .cells import PairKey
+from .seed_statistics import Comparison, VariantScore
+from .study_file import Contrast, Study, StudyTask
+
+CEILING = 0.99  # of a share, such as an accuracy
+RISES = ("more", "less")  # expectations of the difference itself, not of what is better
+
+
+class Finding(StrEnum):
+    """Name what the seeds say about one expected difference."""
+
+    SEEN = "seen"
+    OPPOSITE = "the opposite"
+    OPEN = "open"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Pair one expected difference on one task with what was found."""
+
+    contrast: Contrast
+    task: str
+    comparison: Comparison
+    finding: Finding
+
+    @property
+    def text(self) -> str:
+        """Write what was expected, and the difference that was found."""
+        contrast = self.contrast
+        word = "of" if contrast.margin is not None else "than"
+        return (
+            f"{self.task}: {contrast.left.text} {contrast.expected} {word} {contrast.right.text}, "
+            f"{format_difference(self.comparison.difference)}"
+        )
+
+
+@dataclass(frozen=True)
+class StudyVerdict:
+    """Hold what a study expected and found, and the tasks that cannot tell variants apart."""
+
+    predictions: Sequence[Prediction]
+    mute_tasks: Mapping[str, str]
+
+    def with_finding(self, finding: Finding) -> list[str]:
+        """Write the expected differences with this finding."""
+        return [one.text for one in self.predictions if one.finding is finding]
+
+    @property
+    def word(self) -> str:
+        """Name the verdict.
+
+        Supported: all expected differences are seen. Contradicted: none is, and one is the
+        opposite. Partly supported: some are seen. Not resolved: none is seen, and none is the
+        opposite.
+        """
+        findings = [one.finding for one in self.predictions]
+        if not findings:
+            return "No verdict"
+        if set(findings) == {Finding.SEEN}:
+            return "Supported"
+        if Finding.SEEN in findings:
+            return "Partly supported"
+        return "Contradicted" if Finding.OPPOSITE in findings else "Not resolved"
+
+    @property
+    def sentences(self) -> list[str]:
+        """Write the verdict in at most three sentences."""
+        count = len(self.predictions)
+        if not count:
+            first = "No verdict: the study file expects no difference that was measured"
+        else:
+            number = len(self.with_finding(Finding.SEEN))
+            first = f"{self.word}: {number} of {pluralise(count, 'expected difference')} seen"
+        parts = [
+            f"{finding}: {'; '.join(texts)}"
+            for finding in Finding
+            if (texts := self.with_finding(finding))
+        ]
+        mute = [f"{task} {reason}" for task, reason in self.mute_tasks.items()]
+        sentences = [first, "; ".join(parts), "; ".join(mute)]
+        return [f"{one[0].upper()}{one[1:]}." for one in sentences if one]
+
+
+def judge_study(
+    study: Study,
+    scores: Mapping[PairKey, VariantScore],
+    comparisons: Mapping[PairKey, Comparison],
+) -> StudyVerdict:
+    """Judge every expected difference of a study that was measured.
+
+    A direction is seen if the difference is significant, corrected for all comparisons of the
+    study. A margin is seen if the whole interval lies within it, and the opposite if none of it
+    does. Metrics of tasks that all variants solve, or that the baseline has not begun to learn,
+    have no verdict.
+    """
+    mute: dict[str, str] = {}
+    predictions: list[Prediction] = []
+    for task in study.tasks.values():
+        reason = explain_mute_task(study, task, scores)
+        if reason:
+            mute[task.name] = reason
+        for contrast in study.contrasts:
+            compared = comparisons.get((contrast.key(study.baseline), task.name))
+            if not contrast.expected or compared is None or (reason and not contrast.left.measure):
+                continue
+            finding = find(contrast, compared, task.sign)
+            predictions.append(Prediction(contrast, task.name, compared, finding))
+    return StudyVerdict(predictions, mute)
+
+
+def find(contrast: Contrast, compared: Comparison, sign: int) -> Finding:
+    """Compare an expected difference with the one that was found; `sign` is 1 if more is better."""
+    difference = compared.difference
+    if contrast.margin is not None:
+        low, high = difference.low, difference.high
+        if max(-low, high) <= contrast.margin:
+            return Finding.SEEN
+        is_outside = low > contrast.margin or high < -contrast.margin
+        return Finding.OPPOSITE if is_outside else Finding.OPEN
+    if not compared.is_significant:
+        return Finding.OPEN
+    value = difference.value if contrast.expected in RISES else sign * difference.value
+    is_expected = (value > 0) == (contrast.expected in ("better", "more"))
+    return Finding.SEEN if is_expected else Finding.OPPOSITE
+
+
+def explain_mute_task(study: Study, task: StudyTask, scores: Mapping[PairKey, VariantScore]) -> str:
+    """Explain why the metric of a task cannot tell variants apart; "" if it can."""
+    chance = task.task.chance.get(task.metric, math.nan)
+    baseline = scores[study.baseline, task.name].mean
+    if task.sign < 0 or math.isnan(chance):
+        return ""
+    means = [scores[name, task.name].mean.value for name in study.variants]
+    if min(means) >= CEILING:
+        return f"is without verdict, because every variant reaches {CEILING:g}"
+    if baseline.low <= chance:
+        return (
+            f"is without verdict, because {study.baseline} has not begun to learn it "
+            f"({format_number(baseline.value)}, chance {format_number(chance)})"
+        )
+    return ""
