@@ -6,15 +6,19 @@ python tools/findings.py heads MINILM DATES TRANSLATOR [PAGE...]
     on Multi30k, German to English; stories260K, the parsed sentences and the pairs are read from
     ../shared/data.
 python tools/findings.py studies RUNS NAME...
-    Writes study-NAME.md with figures. RUNS is the folder of the stored runs; that of
-    studies/NAME.toml is in RUNS/NAME, at the scale "page", or the one in `SCALES`. Cells without a
-    result there are trained, so that an interrupted run goes on. The verdict of each study, which a
-    person writes after reading its numbers, is in docs/findings/verdicts.toml.
+    Writes study-NAME.md with figures. RUNS is the folder of the runs; that of studies/NAME.toml is
+    in RUNS/NAME, at the scale "page", or the one in `SCALES`. Cells without a result there or in
+    studies/cells/NAME.jsonl.gz are trained, so that an interrupted run goes on. The verdict follows
+    from what the study file expects; that of an older study, which a person wrote after reading its
+    numbers, is in docs/findings/verdicts.toml.
+python tools/findings.py cells RUNS NAME...
+    Stores the finished cells of RUNS/NAME in studies/cells/NAME.jsonl.gz; nothing is trained.
 """
 
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import shutil
@@ -29,6 +33,7 @@ from typing import Any
 
 from headwise.report import plots, render
 from headwise.studies.process_engine import ProcessEngine
+from headwise.studies.run_cell import read_result, write_result
 from headwise.studies.seed_statistics import draw_differences, draw_lengths
 from headwise.studies.study_file import Study, read_study
 from headwise.studies.study_report import (
@@ -37,7 +42,7 @@ from headwise.studies.study_report import (
     tabulate_decoding,
     write_report,
 )
-from headwise.studies.study_runner import run_study
+from headwise.studies.study_runner import CELLS_FOLDER, run_study
 from headwise.util.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -311,14 +316,42 @@ LIMITS = (
 )
 
 
+def store_cells(name: str, runs: Path) -> Path:
+    """Write the finished cells of a run to one packed file, with equal bytes for equal cells."""
+    path = ROOT / "studies" / CELLS_FOLDER / f"{name}.jsonl.gz"
+    results = {one.name: read_result(one) for one in (runs / name / CELLS_FOLDER).iterdir()}
+    lines = [
+        json.dumps({"id": id, "result": results[id]}, sort_keys=True) + "\n"
+        for id in sorted(results)
+        if results[id] is not None
+    ]
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, gzip.compress("".join(lines).encode(), mtime=0))
+    print(f"{path.relative_to(ROOT)}: {len(lines)} cells")
+    return path
+
+
+def restore_cells(name: str, runs: Path) -> None:
+    """Write stored cells to the folder of a run, where they are not trained again."""
+    path = ROOT / "studies" / CELLS_FOLDER / f"{name}.jsonl.gz"
+    for line in gzip.decompress(path.read_bytes()).splitlines() if path.exists() else ():
+        cell = json.loads(line)
+        folder = runs / name / CELLS_FOLDER / cell["id"]
+        if read_result(folder) is None:
+            write_result(folder, cell["result"])
+
+
 def write_page(name: str, runs: Path) -> Path:
-    """Write the page of one study from its stored run; returns its path."""
+    """Write the page of one study from its run and its stored cells; returns its path."""
     study = read_study(ROOT / "studies" / f"{name}.toml", SCALES.get(name, SCALE))
+    restore_cells(name, runs)
     results = run_study(
         study, runs / name, ProcessEngine(JOBS), progress=lambda line: print(line, file=sys.stderr)
     )
     report = write_report(results, runs / name)
+    is_judged = any(contrast.expected for contrast in study.contrasts)
     verdicts = tomllib.loads((FINDINGS / "verdicts.toml").read_text(encoding="utf-8"))
+    verdict = " ".join(report.verdict.sentences) if is_judged else verdicts[name]
     tables = [table for task in study.tasks.values() for table in report.tables(task)]
     if name in ABOUT_DECODING and report.decoding.get("variants"):
         tables.append(tabulate_decoding(report.decoding))
@@ -327,7 +360,9 @@ def write_page(name: str, runs: Path) -> Path:
         scale=study.scale,
         jobs=JOBS,
         hypothesis=_fill(f"**Hypothesis, stated before the runs.** {study.hypothesis}"),
-        verdict=_fill(f"**Verdict, written after them.** {verdicts[name]}"),
+        verdict=_fill(
+            f"**Verdict, {'by rules' if is_judged else 'written after them'}.** {verdict}"
+        ),
         claims=_list(report.claims),
         figures="\n\n".join(_write_figures(report)),
         limits=_list(_list_limits(report)),
@@ -361,7 +396,7 @@ def _list_limits(report: StudyReport) -> Iterator[str]:
     """
     study, grid = report.results.study, report.results.grid
     full = read_study(ROOT / "studies" / f"{study.name}.toml")
-    sizes = [model.size.parameters for model in grid.models.values()]
+    sizes = [model.parameters for model in grid.models.values()]
     steps = [recipe.steps for recipe in grid.recipes.values()]
     yield LIMITS.format(
         name=study.name,
@@ -374,10 +409,11 @@ def _list_limits(report: StudyReport) -> Iterator[str]:
             yield (
                 f"{kind} of the study file that were left out at this scale: {', '.join(missing)}."
             )
-    if len(full.rates) > 1 and len(study.rates) == 1:
-        rates = ", ".join(f"{rate:g}" for rate in full.rates)
+    given, tried = full.recipe.get("lr", ()), study.recipe.get("lr", ())
+    if len(given) > 1 and len(tried) == 1:
+        rates = ", ".join(f"{rate:g}" for rate in given)
         yield (
-            f"A single learning rate, {study.rates[0]:g}, although the study file tries {rates} "
+            f"A single learning rate, {tried[0]:g}, although the study file tries {rates} "
             "for each variant."
         )
 
@@ -410,11 +446,22 @@ def write_study_findings(argv: list[str]) -> int:
     return 0
 
 
+def store_study_cells(argv: list[str]) -> int:
+    """Store the finished cells of the studies that are named."""
+    if len(argv) < 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    for name in argv[1:]:
+        store_cells(name, Path(argv[0]))
+    return 0
+
+
 # --- Command --------------------------------------------------------------------------------------
 
 COMMANDS = {
     "heads": write_head_findings,
     "studies": write_study_findings,
+    "cells": store_study_cells,
 }
 
 
