@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 
@@ -205,6 +206,43 @@ def test_a_verification_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
     for shown in (text, render_summary(verification)):
         assert "equal up to rounding" in shown
         assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_changed_model_runs_once_on_each_text(kind):
+    net, after = two(kind)
+    export = copy.deepcopy(after)
+    runs: dict[torch.nn.Module, int] = dict.fromkeys((net, after, export), 0)
+    for model in runs:
+        model.register_forward_pre_hook(lambda own, _: runs.update({own: runs[own] + 1}))
+    how = VerificationOptions("", KEEP[kind], exports={"again": lambda: export}, timing=None)
+    texts = make_examples(kind)
+    assert verify(net, after, texts, how).holds
+    # the model before runs unchanged and with ablated heads
+    assert list(runs.values()) == [2 * len(texts), len(texts), len(texts)]
+
+
+def test_a_verification_finds_an_export_that_differs_on_one_text():
+    net, after = two("decoder")
+    texts = make_examples("decoder")
+    last = texts[-1].inputs["x"]
+
+    def export(x):
+        return after(x) + 0.5 * torch.equal(x, last)
+
+    how = VerificationOptions(
+        "", KEEP["decoder"], exports={"right": lambda: after, "wrong": lambda: export}, timing=None
+    )
+    for exports in (how.exports, {"wrong": how.exports["wrong"]}):
+        verification = verify(net, after, texts, replace(how, exports=exports))
+        assert not verification.holds
+        assert [check.same for check in verification.equal[-len(exports) :]] == [
+            name == "right" for name in exports
+        ]
+        assert verification.equal[-1].apart == pytest.approx(0.5)
+    with torch.no_grad():
+        after.get_parameter("decoder.1.feed.up")[3, 5] += 0.1
+    assert not verify(net, after, texts, replace(how, exports={})).holds
 
 
 def test_an_attention_that_is_gone_altogether_is_proven_too():

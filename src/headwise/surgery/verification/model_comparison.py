@@ -87,7 +87,7 @@ def compute_output(model: nn.Module, inputs: ModelInputs) -> Tensor:
 
 
 def _check_finite(model: object, output: Tensor) -> Tensor:
-    if not bool(output.isfinite().all()):
+    if not bool(torch.stack(output.aminmax()).isfinite().all()):  # NaN is both ends
         raise ValueError(
             f"{type(model).__name__} produced NaN or inf on this text; check the weights, or drop "
             "the text"
@@ -186,6 +186,98 @@ def cast_model(
     return copy.eval()
 
 
+class RecordedOutput(NamedTuple):
+    """The output of a model for a text, in the dtype of the model."""
+
+    model: nn.Module
+    output: Tensor
+
+
+class OutputComparison:
+    """A comparison of the outputs of two models that must be equal, one text at a time.
+
+    Arguments as in `compare_outputs`. Texts can be added with the output of one of the models, so
+    that several comparisons share one run.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        models: tuple[nn.Module, ModelCall | DeferredModel],
+        patches: Patches = NO_PATCHES,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.what = what
+        self.first, self.second = models
+        self.patches = patches
+        self.own_dtype = parameter_dtype(self.first)
+        self.dtype = dtype or full_precision(self.own_dtype)
+        self.difference = 0.0
+        self.largest = 0.0
+        self.num_texts = 0
+
+    def takes_outputs(self, model: nn.Module) -> bool:
+        """True if one of the compared outputs is that of `model`, in the dtype of its weights."""
+        is_first = model is self.first and not self.patches
+        return self.dtype == parameter_dtype(model) and (is_first or model is self.second)
+
+    def add(self, inputs: ModelInputs, recorded: RecordedOutput | None = None) -> None:
+        """Compare the outputs for a text, of which one may be recorded."""
+        inputs = replace(
+            inputs,
+            args=tuple(v.to(self.dtype) if is_float_tensor(v) else v for v in inputs.args),
+            kwargs={
+                name: v.to(self.dtype) if is_float_tensor(v) else v
+                for name, v in inputs.kwargs.items()
+            },
+        )
+        expected = self._compute(self.first, self.patches, inputs, recorded)
+        if isinstance(self.second, DeferredModel):
+            self.second = self.second.make()
+        actual = self._compute(self.second, NO_PATCHES, inputs, recorded)
+        if expected.shape != actual.shape:
+            shapes = f"{list(expected.shape)} and {list(actual.shape)}"
+            raise ValueError(
+                f"cannot compare outputs of shapes {shapes} on text {self.num_texts}. Give models "
+                "with equal outputs"
+            )
+        self.num_texts += 1
+        self.largest = max(self.largest, float(expected.abs().max()))
+        actual = actual.to(expected.device)
+        if not torch.equal(expected, actual):  # most exports are equal, and float64 is slow
+            apart = (to_float64(expected) - to_float64(actual)).abs().max()
+            self.difference = max(self.difference, float(apart))
+
+    def _compute(
+        self,
+        model: ModelCall,
+        patches: Patches,
+        inputs: ModelInputs,
+        recorded: RecordedOutput | None,
+    ) -> Tensor:
+        if recorded is not None and model is recorded.model and not patches:
+            return recorded.output
+        return _run_in_dtype(self.dtype, model, patches, inputs)
+
+    def finish(self, examples: Sequence[Example]) -> OutputDifference:
+        """Return the result, and let go of the second model; compares the outputs for the examples
+        unless texts were added.
+        """
+        if not self.num_texts:
+            for example in examples if self.dtype == self.own_dtype else examples[:1]:
+                self.add(prepare_inputs(self.first, example.model_inputs, 0))
+        self.second = self.first
+        tolerance = DOUBLE_TOLERANCE if self.dtype == torch.float64 else OUTPUT_TOLERANCE
+        return OutputDifference(
+            self.what,
+            self.difference,
+            self.largest,
+            self.num_texts,
+            dtype_name(self.dtype),
+            tolerance,
+        )
+
+
 def compare_outputs(
     what: str,
     models: tuple[nn.Module, ModelCall | DeferredModel],
@@ -209,36 +301,7 @@ def compare_outputs(
     >>> same.apart, same.dtype, same.tolerance
     (0.0, 'float32', 0.0001)
     """
-    first, second = models
-    own_dtype = parameter_dtype(first)
-    dtype = dtype or full_precision(own_dtype)
-    difference = 0.0
-    largest = 0.0
-    texts = examples if dtype == own_dtype else examples[:1]
-    for number, example in enumerate(texts):
-        inputs = prepare_inputs(first, example.model_inputs, 0)
-        inputs = replace(
-            inputs,
-            args=tuple(v.to(dtype) if is_float_tensor(v) else v for v in inputs.args),
-            kwargs={
-                name: v.to(dtype) if is_float_tensor(v) else v for name, v in inputs.kwargs.items()
-            },
-        )
-        expected = _run_in_dtype(dtype, first, patches, inputs)
-        if isinstance(second, DeferredModel):
-            second = second.make()
-        actual = _run_in_dtype(dtype, second, NO_PATCHES, inputs)
-        if expected.shape != actual.shape:
-            shapes = f"{list(expected.shape)} and {list(actual.shape)}"
-            raise ValueError(
-                f"cannot compare outputs of shapes {shapes} on text {number}. Give models with "
-                "equal outputs"
-            )
-        apart = (to_float64(expected) - to_float64(actual.to(expected.device))).abs().max()
-        difference = max(difference, float(apart))
-        largest = max(largest, float(expected.abs().max()))
-    tolerance = DOUBLE_TOLERANCE if dtype == torch.float64 else OUTPUT_TOLERANCE
-    return OutputDifference(what, difference, largest, len(texts), dtype_name(dtype), tolerance)
+    return OutputComparison(what, models, patches, dtype).finish(examples)
 
 
 def compare_ablated(
@@ -247,12 +310,13 @@ def compare_ablated(
     examples: Sequence[Example],
     keep: Mapping[str, Sequence[int]],
     replacements: Mapping[HeadRef, Tensor] | None = None,
+    single: OutputDifference | None = None,
 ) -> tuple[OutputDifference, ...]:
     """Compare the model before, with the removed heads ablated, with the model after; small models
     of headwise in float64 too, because others may compute in float32 inside.
 
     Removed heads are ablated to zero, or to their constant output in `replacements` if that was
-    folded into a bias.
+    folded into a bias. `single` is the comparison in the dtype of the models, if it was made.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -265,7 +329,7 @@ def compare_ablated(
     [0.0, 0.0]
     """
     patches = build_ablations(before, keep, replacements or {})
-    differences = [compare_outputs(ABLATION, (before, after), examples, patches)]
+    differences = [single or compare_outputs(ABLATION, (before, after), examples, patches)]
     is_small = sum(p.numel() for p in before.parameters()) <= MAX_DOUBLE_PARAMETERS
     # A constant that was folded into a bias has the precision of the model, so it is not compared
     # in float64.

@@ -29,6 +29,7 @@ from ...observe.head_analysis.objectives import (
     choose_objective,
 )
 from ...observe.head_analysis.resampling import CONFIDENCE, ROUNDING, SHARES, Array, Jackknife
+from ...observe.inspect.model_inputs import ModelInputs
 from ...training.data import IGNORE_INDEX, Batch, Task
 from ...training.data.translation import (
     BLEU_ORDER,
@@ -481,8 +482,12 @@ class ModelEvaluator:
         self._pairs = () if task is not None else get_translation_pairs(self.net, self.examples)
         self._answers = self._generate_answers(self.net)
 
-    def evaluate(self, after: nn.Module) -> QualityReport:
-        """Measure a model against the baseline."""
+    def evaluate(
+        self, after: nn.Module, watch: Callable[[ModelInputs, Tensor], object] | None = None
+    ) -> QualityReport:
+        """Measure a model against the baseline; `watch` gets the inputs and the output of each
+        text.
+        """
         is_drift = isinstance(self.objective, OutputDrift)
         before = [] if is_drift else self.baseline.after
         tally = QualityTally(self.objective, list(self.baseline.notes), before=before)
@@ -491,8 +496,11 @@ class ModelEvaluator:
             tally.num_unscored = self.baseline.num_unscored
             return tally.report
         with eval_mode(after):
-            for question, output in self._questions:
-                tally.add(question, compute_output(after, question.inputs), output)
+            for question, reference in self._questions:
+                output = compute_output(after, question.inputs)
+                tally.add(question, output, reference)
+                if watch is not None:
+                    watch(question.inputs, output)
         return tally.report
 
     def score_generation(self, after: Transformer) -> list[MetricRow]:

@@ -22,6 +22,7 @@ from ...observe.head_analysis.annotated_examples import Example
 from ...observe.head_analysis.attention_sinks import DistinctExamples
 from ...observe.head_analysis.objectives import Objective
 from ...observe.inspect.ablation import HeadRef
+from ...observe.inspect.model_inputs import ModelInputs
 from ...report.data import Column, Estimate, Item, Page, Table
 from ...report.notebook import NotebookResult
 from ...report.progress import count_items
@@ -49,12 +50,15 @@ from .evaluation_tasks import (
     compare_perplexity,
 )
 from .model_comparison import (
+    ABLATION,
     DOUBLE_TOLERANCE,
     OUTPUT_TOLERANCE,
     DeferredModel,
     JsonRecord,
     ModelCall,
+    OutputComparison,
     OutputDifference,
+    RecordedOutput,
     build_ablations,
     compare_ablated,
     compare_outputs,
@@ -206,14 +210,19 @@ def verify(
             options.objective,
             lambda items: count_items(items, log, "comparing texts before and after", "texts"),
         )
-        quality = evaluator.evaluate(after)
         log("comparing removed with ablated heads")
-        equal, rounding = check_surgery(options.surgery_pair or (before, after), texts, options)
-        log("comparing exported models")
-        equal += [
-            compare_outputs(name, (after, DeferredModel(load)), texts)
+        surgery_pair = options.surgery_pair or (before, after)
+        removal = [_make_removal_comparison(surgery_pair, options)] if options.keep else []
+        exports = [
+            OutputComparison(name, (after, DeferredModel(load)))
             for name, load in options.exports.items()
         ]
+        # of one export, because its weights stay in memory
+        quality = _compare_together(evaluator, after, (*removal, *exports[:1]), log)
+        removed = [comparison.finish(texts) for comparison in removal]
+        equal, rounding = check_surgery(surgery_pair, texts, options, *removed)
+        log("comparing exported models")
+        equal += [export.finish(texts) for export in exports]
         log("scoring generated answers")
         quality, generation_notes = _add_generation_scores(quality, (before, after), texts, options)
         speeds = NO_SPEED
@@ -238,14 +247,52 @@ def verify(
     )
 
 
+def _compare_together(
+    evaluator: ModelEvaluator,
+    after: nn.Module,
+    comparisons: Sequence[OutputComparison],
+    log: LogFunction,
+) -> QualityReport:
+    """Return the quality of the model after, which runs once on each text for it and for those of
+    the comparisons that take its outputs.
+    """
+    shared = [comparison for comparison in comparisons if comparison.takes_outputs(after)]
+    counted = count_items(evaluator.examples, log, "comparing removed with ablated heads", "texts")
+
+    def compare(inputs: ModelInputs, output: Tensor) -> None:
+        next(counted)
+        for comparison in shared:
+            comparison.add(inputs, RecordedOutput(after, output))
+
+    quality = evaluator.evaluate(after, compare)
+    for comparison in shared:
+        comparison.finish(evaluator.examples)
+    return quality
+
+
+def _make_removal_comparison(
+    pair: tuple[nn.Module, nn.Module], options: VerificationOptions
+) -> OutputComparison:
+    """Return the comparison of ablated with removed heads in the dtype of the models."""
+    full, _ = pair
+    dtype = parameter_dtype(full)
+    name = ABLATION if dtype == full_precision(dtype) else f"same comparison in {dtype_name(dtype)}"
+    patches = build_ablations(full, options.keep, options.replacements)
+    return OutputComparison(name, pair, patches, dtype)
+
+
 def check_surgery(
-    pair: tuple[nn.Module, nn.Module], texts: Sequence[Example], options: VerificationOptions
+    pair: tuple[nn.Module, nn.Module],
+    texts: Sequence[Example],
+    options: VerificationOptions,
+    removed: OutputDifference | None = None,
 ) -> tuple[list[OutputDifference], list[OutputDifference]]:
     """Compare the models that must be equal. Compares 16-bit models also in their own dtype,
     without tolerance.
 
     A change that rounds new weights to 16 bits is compared before rounding, in float32, and its
-    weights with the rounded ones.
+    weights with the rounded ones. `removed` is the comparison of ablated with removed heads in the
+    dtype of the models, if it was made.
     """
     full, changed = pair
     dtype = parameter_dtype(full)
@@ -253,19 +300,18 @@ def check_surgery(
     exact_change = options.exact_change if is_rounded else None
     equal = list[OutputDifference]()
     rounding = list[OutputDifference]()
-    in_own_dtype = f"same comparison in {dtype_name(dtype)}"
     if options.keep:
-        removed = changed if exact_change is None else DeferredModel(exact_change)
-        equal += compare_ablated(full, removed, texts, options.keep, options.replacements)
-        patches = build_ablations(full, options.keep, options.replacements)
-        rounding += (
-            [compare_outputs(in_own_dtype, pair, texts, patches, dtype)] if is_rounded else []
-        )
+        removed = removed or _make_removal_comparison(pair, options).finish(texts)
+        exact = changed if exact_change is None else DeferredModel(exact_change)
+        single = None if is_rounded else removed
+        equal += compare_ablated(full, exact, texts, options.keep, options.replacements, single)
+        rounding += [removed] if is_rounded else []
     for name, load in options.equivalents.items():
         pair_of_equals = (full, DeferredModel(load))
         equal.append(compare_outputs(name, pair_of_equals, texts))
         if is_rounded:
-            rounding.append(compare_outputs(in_own_dtype, pair_of_equals, texts, dtype=dtype))
+            own = f"same comparison in {dtype_name(dtype)}"
+            rounding.append(compare_outputs(own, pair_of_equals, texts, dtype=dtype))
     if exact_change is not None:
         equal.append(compare_weights("weights rounded from float32", changed, exact_change()))
     return equal, rounding
