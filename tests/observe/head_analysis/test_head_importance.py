@@ -436,7 +436,7 @@ def test_an_exhausted_time_limit_returns_what_was_finished(monkeypatch: pytest.M
 
     result = rate(6.5)  # a text takes two seconds, so the fourth is finished
     assert (result.texts, recorded) == (3, [1, 2, 3])
-    limit = "at the time limit of 6.5 seconds, 2 seconds for each"
+    limit = "at the time limit of 6.5 seconds, 2.00 s for each text"
     assert f"stopped after 3 texts {limit}" in result.notes
     assert logged[0].startswith("leave-one-out: at most ")
     assert values(result).tolist() == exact(3)
@@ -447,6 +447,8 @@ def test_an_exhausted_time_limit_returns_what_was_finished(monkeypatch: pytest.M
     part = rate(0.5)
     assert {head.site for head in part.heads} == {"decoder.0.attention"}
     assert "not rated because the time was over: decoder.1.attention" in part.notes
+    assert any(note.startswith("stopped in text 1 at the time limit") for note in part.notes)
+    assert str(part).startswith("Transformer, a part of the heads on 1 text: importance by leave")
     assert values(part).tolist() == values(single).tolist()[:3]
     clock.seconds = 5
     monkeypatch.setattr("time.monotonic", itertools.count().__next__)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import nn
 
+from ...report.text import format_seconds
 from ...util.errors import check_known, pluralise
 from ..inspect.attention_sites import left_out_notes, require_ability
 from ..inspect.hooks import SiteModule
@@ -155,7 +156,8 @@ def estimate_importance(
     missing = [name for name in names if name not in _common_sites(sums)]
     if missing:
         reason = "some texts do not reach them" if rated.num_texts else "the time was over"
-        notes.append(f"not rated because {reason}: {', '.join(missing)}")
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        notes.append(f"not rated because {reason}: {missing[0]}{others}")
     notes += [method.note, *left_out_notes(model, "ablate")]
     return ImportanceResult(
         type(model).__name__,
@@ -232,7 +234,7 @@ def _rate_texts(
             if not sums:
                 one_forward = time.monotonic() - started
                 seconds_per_text = one_forward * method.num_forwards(num_heads)
-                log(f"{method.name}: at most {seconds_per_text:.2g} seconds for each text")
+                log(f"{method.name}: at most {format_seconds(seconds_per_text)} for each text")
             row_problem = row_problem or batch[0].run.row_problem
         try:
             sums.append(method.estimate(*batch))
@@ -251,10 +253,11 @@ def _describe_time_limit(rated: RatedTexts, options: ImportanceOptions) -> list[
     """Return notes on what the time limit left out; raise if no head was rated."""
     limit = f"the time limit of {options.max_seconds:g} seconds"
     is_known = not math.isnan(rated.seconds_per_text)
-    pace = f", {rated.seconds_per_text:.2g} seconds for each" if is_known else ""
+    pace = f", {format_seconds(rated.seconds_per_text)} for each text" if is_known else ""
     if not rated.sums:
         raise ValueError(f"cannot rate a head within {limit}{pace}; give a longer one")
-    notes = [f"stopped after {pluralise(rated.num_texts, 'text')} at {limit}{pace}"]
+    finished = f"after {pluralise(rated.num_texts, 'text')}" if rated.num_texts else "in text 1"
+    notes = [f"stopped {finished} at {limit}{pace}"]
     if len(rated.sums) < 2:
         notes.append("no confidence intervals, which need two texts")
     return notes

@@ -421,10 +421,14 @@ class ImportanceResult(NotebookResult):
             (print_head(one.site, one.head, sites), one.value, one.low, one.high, one.level)
             for one in heads
         ]
-        title = (
-            f"{self.model}, {self.texts} texts: importance by {self.method} for {self.objective}"
-        )
+        title = f"{self._subject}: importance by {self.method} for {self.objective}"
         return Table(f"{title}; {INTERVAL_NOTE}", columns, rows, self.notes)
+
+    @property
+    def _subject(self) -> str:
+        """The model and how many texts it read; none if the time was over in the first."""
+        texts = pluralise(self.texts, "text") if self.texts else "a part of the heads on 1 text"
+        return f"{self.model}, {texts}"
 
     @property
     def grid(self) -> Figure:
@@ -444,7 +448,7 @@ class ImportanceResult(NotebookResult):
                 strengths[row][one.head] = max(one.value, 0) / largest if largest else 0.0
         names = [f"{head:>5}" for head in range(num_heads)]
         unit = f", in units of 1e{exponent}" if exponent else ""
-        title = f"{self.model}, {self.texts} texts: importance by {self.method}{unit}"
+        title = f"{self._subject}: importance by {self.method}{unit}"
         return Figure(title, [HeatMap(strengths, sites, names, x_label="head", texts=texts)])
 
     @property
