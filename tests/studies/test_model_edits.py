@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.observe.head_analysis.annotated_examples import examples_from_task
 from headwise.studies.run_cell import ModelEdit, evaluate_edit
 from headwise.studies.study_file import parse_study
 from headwise.surgery.head_selection import HeadRanking, score_heads
@@ -99,3 +100,17 @@ def test_a_scale_leaves_out_what_it_sets_to_false():
     assert not study.edits
     assert (list(study.variants), list(study.tasks)) == (["mha"], ["recall"])
     assert list(parse_study(table, "t", "small", {}).tasks) == ["recall", "copy"]
+
+
+@pytest.mark.parametrize("change", ["ablate", "prune"])
+def test_an_edit_changes_only_heads_of_its_sites(
+    net: hw.models.Transformer, tmp_path: Path, change: str
+):
+    edit = ModelEdit(change, share=0.5, sites="decoder.1", ranking="michel", texts=8)
+    found = evaluate_edit(net, TASK, RECIPE, edit, tmp_path)["metrics"]["loss"]
+    examples = examples_from_task(net, TASK, 8).examples
+    scores = score_heads(net, examples, HeadRanking("michel", seed=RECIPE.seed)).scores
+    own = sorted((one for one in scores if one[0] == "decoder.1.attention"), key=scores.get)
+    with hw.ablate(net, own[:2], "zero"):
+        assert found == pytest.approx(loss(net), rel=1e-5)
+    assert found != pytest.approx(loss(net), rel=1e-3)

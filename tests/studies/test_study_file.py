@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import math
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -204,6 +205,9 @@ def test_contrasts_at_steps_need_a_checkpoint(recipe: dict[str, int], step: int,
 @pytest.mark.parametrize("path", sorted(STUDIES.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_cell_of_every_study_can_begin_at_every_scale(path, scales, monkeypatch):
     """Models that only take more steps at another scale begin once."""
+    for file in re.findall(r'"(\.\./shared/data/\S+)"', path.read_text()):
+        if not Path(file).exists():
+            pytest.skip(f"{file} is absent")
     begun: set[object] = set()
     check_training = cells.check_training
 

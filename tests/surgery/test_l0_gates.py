@@ -27,7 +27,6 @@ from headwise.surgery.l0_gates import (
     GateTrainingOptions,
     GateTrainingResult,
     get_open_probabilities,
-    select_attentions,
     select_most_open,
     train_gates,
 )
@@ -216,7 +215,7 @@ def test_the_penalty_is_the_method_of_multipliers():
         net,
         {
             site: AttentionChange(with_gates(spec), gate_of(net, site))
-            for site, spec in select_attentions(net).items()
+            for site, spec in net.spec.attention_specs()
         },
     )
     one, factor = GateCountConstraint(built, units, 2, how), 0.0
@@ -328,7 +327,7 @@ def test_models_that_gates_cannot_be_put_on_are_refused():
             GateTrainingOptions(heads=2, **BRIEF),
         )
     net = needy({})
-    sites = select_attentions(net)
+    sites = dict(net.spec.attention_specs())
     twice = replace_attentions(
         net,
         {

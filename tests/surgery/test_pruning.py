@@ -111,6 +111,26 @@ def test_a_share_of_the_model_leaves_some_layers_more():
     assert [len(keep) for keep in plan.keep.values()] == [4, 3]
 
 
+@pytest.mark.parametrize(("scope", "amount"), [("model", 2), ("layer", 0.5), ("stack", 1)])
+def test_only_named_attentions_lose_heads(scope: str, amount: float):
+    net = with_random_biases(build_model(LLAMA))
+    selection = KeepTop(
+        amount, HeadRanking("michel"), scope=scope, unit="head", sites=("decoder.1",)
+    )
+    plan = prune(net, selection, make_examples(net)).plan
+    all_heads = LLAMA["num_attention_heads"]
+    assert len(plan.keep["decoder.0.attention"]) == all_heads
+    assert len(plan.keep["decoder.1.attention"]) == round(
+        amount if amount >= 1 else amount * all_heads
+    )
+    assert "in decoder.1 by" in plan.summary
+
+
+def test_sites_that_do_not_exist_are_named():
+    with pytest.raises(hw.SpecError, match=r"no attention 'decoder\.7'; use one of decoder"):
+        prune(build_model(LLAMA), KeepTop(0.5, RANDOM_RANKING, sites=("decoder.7",)))
+
+
 def test_a_stack_gives_up_the_same_numbers():
     net = with_faint_heads(
         with_random_biases(build_model(LLAMA)),

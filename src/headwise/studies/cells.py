@@ -161,7 +161,7 @@ class CellGrid:
             "model": model_serialization.to_dict(self.models[key].spec),
             "recipe": to_dict(recipe),
             "head_texts": self.study.head_texts,
-            "edits": {name: vars(edit) for name, edit in self.study.edits.items()},
+            "edits": {name: vars(edit) for name, edit in self.study.edits_of(variant.name)},
         }
         return Cell(variant.name, task.name, rate, seed, json.loads(json.dumps(config)))
 
@@ -203,7 +203,7 @@ def check_training(
             where = f"the test {name!r}"
             check_model(spec, test)
             sum_batch_metrics(net, test, (1, 1), "test")
-        for name, edit in study.edits.items():
+        for name, edit in study.edits_of(variant.name):
             where = f"the edit {name!r}"
             edit.check_model(net)
     except ValueError as error:

@@ -428,15 +428,19 @@ class ModelEdit:
     - `ranking`: which heads are changed, the least important ones by a method of `HeadRanking`, or
       by "gates", which are trained for `gate_steps` (1905.09418);
     - `align`: how heads are rotated before their mean is taken, as in `Pool`;
+    - `of`: the only variant whose models are edited; empty for all;
+    - `sites`: only heads of attentions with this prefix, such as "encoder", are changed;
     - `texts`: texts of the task on which heads are judged or compared;
     - `steps`: training steps after the edit, with the recipe of the cell.
     """
 
     change: str = ""
+    of: str = ""
     share: float = 0.0
     count: int = 0
     kv: int = 0
     mode: str = "zero"
+    sites: str = ""
     ranking: str = "random"
     gate_steps: int = 100
     align: str = "none"
@@ -494,6 +498,8 @@ class ModelEdit:
                 f'edits.{name} trains heads that it ablates; give change = "prune", or leave '
                 "steps out"
             )
+        if self.sites and self.change == "convert":
+            raise SpecError(f'edits.{name}.sites is for change = "ablate" or "prune"; leave it out')
         if self.texts < 2 or self.steps < 0 or self.gate_steps < 1:
             raise SpecError(
                 f"edits.{name} needs texts >= 2, steps >= 0 and gate_steps >= 1; correct the file"
@@ -517,17 +523,23 @@ def evaluate_edit(
     edited = net
     context = nullcontext()
     if edit.change == "ablate":
-        scores = score_heads(net, examples, HeadRanking(edit.ranking, seed=recipe.seed)).scores
+        all_scores = score_heads(net, examples, HeadRanking(edit.ranking, seed=recipe.seed)).scores
+        scores = {head: one for head, one in all_scores.items() if head[0].startswith(edit.sites)}
         count = edit.count or round(edit.share * len(scores))
         heads = sorted(scores, key=lambda head: scores[head])[:count]
         context = ablate(net, heads, edit.mode, seed=recipe.seed)
     elif edit.change == "prune":
         share = 1 - edit.share
         ranking = HeadRanking(edit.ranking, seed=recipe.seed)
-        selection = KeepTop(share, ranking, scope="model")
+        sites = (edit.sites,) if edit.sites else ()
+        selection = KeepTop(share, ranking, scope="model", sites=sites)
         if edit.ranking == GATES:
             gates = GateTrainingOptions(
-                heads=share, steps=edit.gate_steps, batch=recipe.batch, seed=recipe.seed
+                heads=share,
+                sites=sites,
+                steps=edit.gate_steps,
+                batch=recipe.batch,
+                seed=recipe.seed,
             )
             selection = KeepOpenGates(gates)
         edited = prune(net, selection, examples).after

@@ -9,7 +9,7 @@ over seeds, like a variant minus the baseline.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -313,6 +313,12 @@ class Study:
     folder: Path = Path()
     device: str = "cpu"
 
+    def edits_of(self, variant: str) -> Iterator[tuple[str, ModelEdit]]:
+        """Yield the edits of the trained models of a variant, with their names."""
+        for name, edit in self.edits.items():
+            if edit.of in ("", variant):
+                yield name, edit
+
     def recipe_changes(self, variant: Variant, task: StudyTask) -> dict[str, Any]:
         """Return the fields of the recipe: the study's, changed by the task, then by the variant.
 
@@ -426,6 +432,19 @@ def _check_study(study: Study) -> None:
             f"tuning_seed = {study.tuning_seed} is one of the seeds, so that the learning rate "
             "would be chosen on what is reported; use another tuning_seed"
         )
+    for name, edit in study.edits.items():
+        if edit.of and edit.of not in study.variants:
+            raise SpecError(
+                f"edits.{name}.of = {edit.of!r} is no variant; {suggest(edit.of, study.variants)}"
+            )
+    for contrast in study.contrasts:
+        for readout in (contrast.left, contrast.right):
+            of = study.edits[readout.name].of if readout.place == "after" else ""
+            if of not in ("", readout.variant):
+                raise SpecError(
+                    f"a contrast has {readout.text!r}, but edits.{readout.name}.of = {of!r}; name "
+                    f"{of!r}, or leave `of` out"
+                )
     if not 0 < study.tolerance < 1:
         raise SpecError(
             f"tolerance = {study.tolerance!r} must be between 0 and 1; use 0.1 for 10 %"

@@ -33,6 +33,7 @@ from .pruning_plan import (
     HeadId,
     HeadUnit,
     PruningPlan,
+    choose_sites,
     collect_heads,
     count_heads,
     describe_heads,
@@ -205,7 +206,8 @@ class KeepTop(HeadSelection):
     key-value head), or "auto", which takes groups if a layer has several. scope="stack" removes the
     same head indices from all layers of a stack, ranked by the sum of their scores over the layers.
     With scope="model" at least `min_units` units stay in every layer; 0 lets whole attentions be
-    removed.
+    removed. `sites` are names of attentions or prefixes such as "encoder", which `amount` is about;
+    all others keep their heads.
     """
 
     takes_any_model: ClassVar[bool] = True
@@ -214,6 +216,7 @@ class KeepTop(HeadSelection):
     scope: str = "layer"
     unit: str = "auto"
     min_units: int = 1
+    sites: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.scope not in KEEP_SCOPES:
@@ -235,23 +238,27 @@ class KeepTop(HeadSelection):
     def plan(self, net: Any, examples: Sequence[Example], log: LogFunction) -> PruningPlan:
         log("ranking heads")
         scores = score_heads(net, examples, self.ranking, log)
-        units_by_site = list_units(describe_heads(net), self.unit)
+        all_units = list_units(describe_heads(net), self.unit)
+        units_by_site = choose_sites(all_units, self.sites)
         if self.scope == "model":
-            num_heads = sum(count_heads(describe_heads(net)).values())
+            units = chain.from_iterable(units_by_site.values())
+            num_heads = sum(len(unit.heads) for unit in units)
             self._check_amount("the model", num_heads)
             is_count = isinstance(self.amount, int)
             num_kept = self.amount if is_count else round(self.amount * num_heads)
             selected = select_top_units(units_by_site, scores, int(num_kept), self.min_units)
         else:
             selected = self._select_per_layer(units_by_site, scores)
-        keep = collect_heads(units_by_site, selected)
+        others = (units for site, units in all_units.items() if site not in units_by_site)
+        keep = collect_heads(all_units, chain(selected, *others))
         scope = {
             "layer": "each layer",
             "stack": "each layer, the same heads in all layers of a stack",
             "model": "the model",
         }[self.scope]
         notes = (*list_rounded_shares(self.amount, self.scope, keep, units_by_site), *scores.notes)
-        reason = f"the most important of {scope} by {scores.method}"
+        where = f" in {', '.join(self.sites)}" if self.sites else ""
+        reason = f"the most important of {scope}{where} by {scores.method}"
         return PruningPlan.from_kept_heads(describe_heads(net), keep, reason, notes)
 
     def _select_per_layer(

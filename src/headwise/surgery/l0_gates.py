@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from ..attention.interfaces import Gate
 from ..attention.presets import with_gates
-from ..attention.spec.attention_spec import AttentionSpec
 from ..models import Transformer
 from ..observe.head_analysis.annotated_examples import Example
 from ..report.progress import CountedMessage
 from ..training.recipe import Recipe
 from ..training.train_step import AdamWOptimiser
-from ..util.errors import SpecError, suggest
+from ..util.errors import SpecError
 from .attention_replacement import (
     AttentionChange,
     get_attention,
@@ -38,7 +37,7 @@ from .distillation import (
     no_progress,
 )
 from .head_selection import HeadSelection, LogFunction
-from .pruning_plan import HeadUnit, PruningPlan, collect_heads, list_units
+from .pruning_plan import HeadUnit, PruningPlan, choose_sites, collect_heads, list_units
 
 GATE_UNITS = ("head", "kv")
 FREEZE_MODES = ("none", "model", "decoder")
@@ -144,7 +143,7 @@ def train_gates(
             f"{net.spec.name} has no loss on these examples; use alpha=1 to train on its own "
             "outputs"
         )
-    sites = select_attentions(net, options.sites)
+    sites = choose_sites(dict(net.spec.attention_specs()), options.sites)
     all_units = list_units(net.spec, "group" if options.unit == "kv" else "head")
     units = {site: all_units[site] for site in sites}
     target = options.target_count(sum(map(len, units.values())))
@@ -207,24 +206,6 @@ def select_most_open(
         key=lambda unit: -open_probabilities[unit.site][unit.heads[0]],
     )
     return collect_heads(units, ranked[:count])
-
-
-def select_attentions(net: Transformer, names: Sequence[str] = ()) -> dict[str, AttentionSpec]:
-    """Return the attentions with these names or prefixes, with their specs; all if `names` is
-    empty.
-
-    >>> import headwise as hw
-    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
-    >>> net = hw.build(hw.families.read_model_spec(config), seed=0)
-    >>> list(select_attentions(net, ["decoder.1"]))
-    ['decoder.1.attention']
-    """
-    specs = dict(net.spec.attention_specs())
-    for name in names:
-        if not any(f"{site}.".startswith(f"{name}.") for site in specs):
-            raise SpecError(f"{net.spec.name} has no attention {name!r}; {suggest(name, specs)}")
-    prefixes = tuple(f"{name}." for name in names) or ("",)
-    return {site: spec for site, spec in specs.items() if f"{site}.".startswith(prefixes)}
 
 
 def get_open_probabilities(net: Transformer, site: str) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -237,6 +237,22 @@ def _site_units(site: str, spec: AttentionSpec, kind: str) -> Iterator[HeadUnit]
     use_groups = disjoint and (kind == "group" or (kind == "auto" and 1 < len(groups) < len(outs)))
     for heads in groups.values() if use_groups else zip(outs, strict=True):
         yield HeadUnit(site, tuple(heads))
+
+
+Value = TypeVar("Value")
+
+
+def choose_sites(sites: Mapping[str, Value], names: Sequence[str]) -> dict[str, Value]:
+    """Return the sites with these names or prefixes, such as "encoder"; all if `names` is empty.
+
+    >>> choose_sites({"decoder.0.attention": 4, "decoder.1.attention": 8}, ["decoder.1"])
+    {'decoder.1.attention': 8}
+    """
+    for name in names:
+        if not any(f"{site}.".startswith(f"{name}.") for site in sites):
+            raise SpecError(f"the model has no attention {name!r}; {suggest(name, sites)}")
+    prefixes = tuple(f"{name}." for name in names) or ("",)
+    return {site: value for site, value in sites.items() if f"{site}.".startswith(prefixes)}
 
 
 def collect_heads(sites: Iterable[str], units: Iterable[HeadUnit]) -> dict[str, tuple[int, ...]]:
