@@ -19,7 +19,7 @@ from .parts.dot_product import DotProduct
 from .parts.dynamic_composition import DynamicComposition
 from .parts.entmax import Entmax
 from .parts.feature_map import FeatureMap, SumNormaliser
-from .parts.gated_attention import HardConcreteGate
+from .parts.gated_attention import HardConcreteGate, OutputGate
 from .parts.latent_attention import MLAProjection
 from .parts.linear_projection import LinearProjection, ValueProjection
 from .parts.merges import ConcatMerge
@@ -28,7 +28,8 @@ from .parts.overlapping_heads import Overlapping
 from .parts.relative_position_bias import ContinuousBias
 from .parts.rms_norms import QKNorm
 from .parts.rotary_embedding import Rotary
-from .parts.softmax import Softmax, WeightDropout
+from .parts.softmax import ScalableSoftmax, SinkSoftmax, Softmax, Softpick, WeightDropout
+from .parts.stick_breaking import StickBreaking
 from .parts.synthesizer import AverageNormaliser
 from .parts.talking_heads import KnockingHeads, TalkingHeads
 from .spec.attention_spec import AttentionSpec, from_json as _from_json, from_toml as _from_toml
@@ -440,6 +441,42 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
         "(2510.23052).",
         **CAUSAL,
         modifiers=(KnockingHeads("mlp"), Rotary()),
+    ),
+    "gated": _preset(
+        "Gated attention: an elementwise sigmoid gate of the query token on the output of each "
+        "head (2505.06708).",
+        **CAUSAL,
+        kv=_quarter,
+        modifiers=(Rotary(), OutputGate()),
+    ),
+    "sinks": _preset(
+        "Softmax with a learned sink per head over a window of 128 tokens, as in every second "
+        "layer of gpt-oss (2508.10925).",
+        pattern="window(128)",
+        kv=_quarter,
+        normaliser=SinkSoftmax(),
+        modifiers=(Rotary(),),
+        bias="qkvo",
+    ),
+    "ssmax": _preset(
+        "Scalable softmax: scores grow with the logarithm of the number of keys, so that long "
+        "texts do not dilute weights (2501.19399).",
+        **CAUSAL,
+        normaliser=ScalableSoftmax(),
+        modifiers=(Rotary(),),
+    ),
+    "softpick": _preset(
+        "Softpick: weights of low scores are zero and need not sum to one, so that no key is a "
+        "sink (2504.20966).",
+        **CAUSAL,
+        normaliser=Softpick(),
+        modifiers=(Rotary(),),
+    ),
+    "stick_breaking": _preset(
+        "Stick-breaking attention: the nearest keys take their share first; no positions are "
+        "needed (2410.17980).",
+        **CAUSAL,
+        normaliser=StickBreaking(),
     ),
     "average": _preset(
         "Causal average of the values, in constant memory: the averaging branch of merged "

@@ -33,7 +33,8 @@ BAD_INPUT = 2  # exit code for invalid arguments or input
 # headwise.attention.presets.
 PRESET_NAMES = (
     "mha gqa mqa mla moh moh_vit dcmha mohsa collaborative talking diff diff2 entmax linear "
-    "performer longformer longformer_dilated streaming_retrieval bigbird kha average"
+    "performer longformer longformer_dilated streaming_retrieval bigbird kha gated sinks ssmax "
+    "softpick stick_breaking average"
 )
 PRESETS = PRESET_NAMES.split()
 DESCRIPTION_SUFFIXES = (".toml", ".json")  # specs and models without weights
@@ -116,8 +117,8 @@ class SpecOptions(Options):
 
     SPEC  a preset (mha, gqa, mqa, mla, moh, moh_vit, dcmha, mohsa, collaborative, talking, diff,
         diff2, entmax, linear, performer, longformer, longformer_dilated, streaming_retrieval,
-        bigbird, kha, average), a .toml, .json or .gguf file, a folder, a Hub id (org/name), or -
-        for stdin
+        bigbird, kha, gated, sinks, ssmax, softpick, stick_breaking, average), a .toml, .json or
+        .gguf file, a folder, a Hub id (org/name), or - for stdin
     --model WIDTH  model width of the preset
     --heads COUNT  number of query heads of the preset
     --set KEY=VALUE  change a field, as in heads.kv=4 or pattern='window(256)'; repeatable

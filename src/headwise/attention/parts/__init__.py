@@ -5,8 +5,9 @@ Projections: `linear_projection`, `latent_attention`, `overlapping_heads`, `coll
 and keys: `rotary_embedding`, `rms_norms`. Similarity: `dot_product` with additive and Gaussian ones
 and the soft cap, `feature_map` with its normaliser. Scores: `relative_position_bias` (tables, Shaw,
 continuous), `talking_heads` (and knocking heads), `dynamic_composition`, `synthesizer` (and average
-attention). Normalisers: `softmax` (and sigmoid, dropout on weights), `entmax`. Outputs and gates:
-`differential`, `gated_attention` (and hard-concrete gates), `mixture_of_heads`. Merges: `merges`.
+attention). Normalisers: `softmax` (with sinks, by length, softpick, sigmoid; and dropout on weights),
+`entmax`, `stick_breaking`. Outputs and gates: `differential`, `gated_attention` (and hard-concrete
+gates), `mixture_of_heads`. Merges: `merges`.
 Shared by parts: `initialisers` of parameters.
 """
 
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
         Rotary,
         YaRN,
     )
-    from .softmax import Sigmoid, SinkSoftmax, Softmax, WeightDropout
+    from .softmax import ScalableSoftmax, Sigmoid, SinkSoftmax, Softmax, Softpick, WeightDropout
+    from .stick_breaking import StickBreaking
     from .synthesizer import AverageNormaliser, LearnedScores
     from .talking_heads import KnockingHeads, TalkingHeads
 

@@ -1,5 +1,6 @@
-"""Softmax over the allowed keys of each query, and softmax with an attention sink: a learned score
-per head. Sigmoid attention (rows are not normalised) and dropout on weights.
+"""Softmax over the allowed keys of each query, softmax with an attention sink (a learned score per
+head), and softmax whose scores grow with the number of keys. Softpick and sigmoid attention, whose
+rows need not sum to one, and dropout on weights.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from ..interfaces import Normaliser, WeightStep
 from ..interfaces.core_types import Param, PartParams, SpecFactory
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import weight, zeros_init
+from .initialisers import constant_value, weight, zeros_init
+
+SOFTPICK_EPSILON = 1e-8  # as in the released code
+
+
+def _count_allowed(allowed: Tensor, s_BHTS: Tensor) -> Tensor:
+    """Count the allowed keys of each query, at least 1, in the dtype of the scores."""
+    count = allowed.expand(*allowed.shape[:-1], s_BHTS.shape[-1]).sum(-1, keepdim=True)
+    return count.clamp(min=1).to(s_BHTS.dtype)
 
 
 @part
@@ -85,6 +94,84 @@ class SinkSoftmax(Normaliser):
 
 
 @part
+class ScalableSoftmax(Normaliser):
+    """w = softmax(s_h log(n) scores), where n is the number of allowed keys of the query and s_h a
+    learned number per head (2501.19399).
+
+    A key that is ahead of n - 1 others by a fixed score keeps its weight as n grows, where softmax
+    dilutes it. `start` is the first value of s_h. With s = 1 a score of 1 beside one of 0 has the
+    weight 2 / (2 + 1), because exp(log 2) = 2:
+
+    >>> row = torch.tensor([1.0, 0.0])
+    >>> round(ScalableSoftmax().normalise_row(row, {"s": torch.tensor(1.0)})[0].item(), 4)
+    0.6667
+    """
+
+    paper = "2501.19399"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        "n is the number of allowed keys of each query, also in a window or with padding; the "
+        "paper has causal attention over one text, where it is the position of the query.",
+    )
+    shift_invariant: ClassVar[bool] = True
+    sums_to_one: ClassVar[bool] = True
+    start: float = 0.43
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        return {"s": weight("q", constant_value(self.start))}
+
+    def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+        return (p_h["s"] * math.log(len(s_S)) * s_S).softmax(-1)
+
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
+        factor = p.broadcast_over_scores()["s"].to(s_BHTS.dtype)
+        scores = factor * _count_allowed(allowed, s_BHTS).log() * s_BHTS
+        return Softmax().normalise(scores, allowed, p)
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base(normaliser=cls(), pattern="causal", kv=2)
+        yield base(normaliser=cls(start=1.5), pattern="window(4)")
+
+
+@part
+class Softpick(Normaliser):
+    """w_j = [exp(s_j) - 1]_+ / sum of |exp(s) - 1|: keys with a score of at most 0 have the weight
+    0 (2504.20966).
+
+    Weights need not sum to one, so that no key has to be a sink. Scores of log 3 and log 1/2 are 2
+    and -1/2 after subtracting one from their exponentials:
+
+    >>> Softpick().normalise_row(torch.tensor([3.0, 0.5]).log(), {}).tolist()
+    [0.800000011920929, 0.0]
+    """
+
+    paper = "2504.20966"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        "The released code subtracts the largest score before the exponential, which overflows if "
+        "all scores are far below 0; here it is the larger of that and 0. The small number that "
+        "keeps rows of zeros finite is added after this step in both.",
+    )
+
+    def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+        return self._pick(s_S)
+
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
+        return self._pick(s_BHTS.masked_fill(~allowed, 0.0))  # exp(0) - 1 adds nothing
+
+    def _pick(self, scores: Tensor) -> Tensor:
+        if scores.shape[-1] == 0:
+            return scores
+        top = scores.amax(-1, keepdim=True).clamp(min=0)
+        excess = (scores - top).exp() - (-top).exp()
+        return excess.relu() / (excess.abs().sum(-1, keepdim=True) + SOFTPICK_EPSILON)
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base(normaliser=cls(), pattern="causal")
+        yield base(normaliser=cls(), pattern="window(4)", kv=2)
+
+
+@part
 class Sigmoid(Normaliser):
     """w_j = sigmoid(s_j - log n), where n is the number of allowed keys of the query (2409.04431).
 
@@ -101,8 +188,7 @@ class Sigmoid(Normaliser):
         return torch.sigmoid(s_S - math.log(len(s_S)))
 
     def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
-        count = allowed.expand(*allowed.shape[:-1], s_BHTS.shape[-1]).sum(-1, keepdim=True)
-        bias = count.clamp(min=1).to(s_BHTS.dtype).log()
+        bias = _count_allowed(allowed, s_BHTS).log()
         return torch.sigmoid(s_BHTS - bias).masked_fill(~allowed, 0.0)
 
     @classmethod
