@@ -5,7 +5,7 @@ Projections: `linear_projection`, `latent_attention`, `overlapping_heads`, `coll
 and keys: `rotary_embedding`, `rms_norms`. Similarity: `dot_product` with additive and Gaussian ones
 and the soft cap, `feature_map` with its normaliser. Scores: `relative_position_bias` (tables, Shaw,
 continuous), `talking_heads` (and knocking heads), `dynamic_composition`, `synthesizer` (and average
-attention). Normalisers: `softmax` (with sinks, by length, softpick, sigmoid; and dropout on weights),
+attention). Normalisers: `softmax` (with sinks, by length, softpick, sigmoid; dropout on weights),
 `entmax`, `stick_breaking`. Outputs and gates: `differential`, `gated_attention` (and hard-concrete
 gates), `mixture_of_heads`. Merges: `merges`.
 Shared by parts: `initialisers` of parameters.
