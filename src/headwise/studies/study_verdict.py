@@ -82,11 +82,11 @@ class StudyVerdict:
         else:
             number = len(self.with_finding(Finding.SEEN))
             first = f"{self.word}: {number} of {pluralise(count, 'expected difference')} seen"
-        parts = [
-            f"{finding}: {'; '.join(texts)}"
-            for finding in Finding
-            if (texts := self.with_finding(finding))
-        ]
+        parts: list[str] = []
+        for finding in Finding:
+            texts = self.with_finding(finding)
+            if texts:
+                parts.append(f"{finding}: {'; '.join(texts)}")
         mute = [f"{task} {reason}" for task, reason in self.mute_tasks.items()]
         sentences = [first, "; ".join(parts), "; ".join(mute)]
         return [f"{one[0].upper()}{one[1:]}." for one in sentences if one]
