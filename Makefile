@@ -73,9 +73,13 @@ triton: $(STAMP) $(TRITON)/.installed  ## the kernels for GPUs, interpreted and 
 judge: $(STAMP) $(JUDGE)/.installed  ## tasks of lm-evaluation-harness before and after pruning
 	@PYTHONPATH=$(CURDIR)/$(JUDGE) HF_HUB_OFFLINE=1 $(BIN)/pytest -m judge $$(grep -rl 'mark\.judge' tests --include='test_*.py')
 
-gpu:  ## tests and the table of docs/gpu.md on a GPU; needs torch, numpy and pytest alone
+gpu:  ## tests and the table of docs/gpu.md on a GPU; needs torch, numpy and pytest alone; DRY_RUN=1 needs no GPU
+ifdef DRY_RUN
+	@PYTHONPATH=src:tests:. $(GPU_PYTHON) -m benchmarks.gpu --dry-run
+else
 	@code=0; PYTHONPATH=src:tests:. $(GPU_PYTHON) -m benchmarks.gpu || code=$$?; \
 	    PYTHONPATH=src $(GPU_PYTHON) tools/build_docs.py docs/gpu.md || code=$$?; exit $$code
+endif
 
 mutate: $(STAMP)  ## mutation testing: every guard, then a seeded sample of changes to the numeric core
 	@PYTHONPATH=tests $(BIN)/python -m mutation --guards

@@ -8,7 +8,8 @@
    it is installed.
 
 It needs torch, numpy and pytest alone. docs/gpu.json, from which docs/gpu.md is made, is written
-after every row, so that it is there even if a row hangs or a test fails.
+after every row, so that it is there even if a row hangs or a test fails. `--dry-run` runs all of it
+with few tokens on the pretended device of the tests, and keeps no results.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,15 +35,28 @@ from headwise.costs.roofline import time_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "gpu.json"
-TEST_FILES = ("tests/contract/test_gpu.py", "tests/contract/test_device.py")
+TESTS = ("-m", "gpu", "tests/contract/test_gpu.py", "tests/contract/test_device.py")
+DRY_TESTS = ("-k", "pretend", "tests/contract/test_device.py")
 TEST_SECONDS = 240
-TOKENS = 2048
 WIDTH = 512
 HEADS = 8
-SECONDS = 0.3
-NEW_TOKENS = 128
 PROMPT_TOKENS = 64
 DECODER = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
+
+
+class Sizes(NamedTuple):
+    """How much is measured: tokens of a sequence, seconds of a row, tokens that the decoder
+    generates, and its config.
+    """
+
+    tokens: int = 2048
+    seconds: float = 0.3
+    new_tokens: int = 128
+    decoder: Mapping[str, Any] = DECODER
+
+
+SIZES = Sizes()
+DRY_SIZES = Sizes(64, 0.0, 4, DECODER | {"n_embd": 96, "n_layer": 2, "vocab_size": 101})
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 4e-2}  # of the largest number
 SPECS: dict[str, dict[str, Any]] = {
     "plain heads, causal": {"pattern": "causal()"},
@@ -59,7 +74,7 @@ PEER = "plain module on torch's SDPA"
 
 
 def measure_spec(
-    name: str, dtype: torch.dtype, device: str, tokens: int = TOKENS
+    name: str, dtype: torch.dtype, device: str, sizes: Sizes = SIZES
 ) -> list[dict[str, Any]]:
     """The result of every backend that supports whole sequences of this kind of layer."""
     spec = hw.design(model=WIDTH, heads=HEADS, **SPECS[name])
@@ -73,7 +88,7 @@ def measure_spec(
         if not found and (device == "cuda" or backend != "flex")
     ]
     judge = hw.Attention(spec, backend="dense").to(device, dtype).eval()
-    x = torch.randn(1, tokens, WIDTH, device=device, dtype=dtype)
+    x = torch.randn(1, sizes.tokens, WIDTH, device=device, dtype=dtype)
     with torch.no_grad():
         expected = judge(x).float()
         runs: dict[str, Callable[[], torch.Tensor]] = {}
@@ -83,7 +98,9 @@ def measure_spec(
             runs[backend] = partial(layer, x)
         if name in WITH_PEER:
             runs[PEER] = partial(plain_layer, judge, x)
-        return [{"backend": run, **_measure(runs[run], expected, dtype)} for run in runs]
+        return [
+            {"backend": run, **_measure(runs[run], expected, dtype, sizes.seconds)} for run in runs
+        ]
 
 
 def plain_layer(layer: hw.Attention, x: torch.Tensor) -> torch.Tensor:
@@ -101,12 +118,12 @@ def plain_layer(layer: hw.Attention, x: torch.Tensor) -> torch.Tensor:
 
 
 def _measure(
-    run: Callable[[], torch.Tensor], expected: torch.Tensor, dtype: torch.dtype
+    run: Callable[[], torch.Tensor], expected: torch.Tensor, dtype: torch.dtype, max_seconds: float
 ) -> dict[str, Any]:
     try:
         error = float((run().float() - expected).abs().max() / expected.abs().max())
         waits = expected.is_cuda and _waits_for_device(run)
-        seconds = time_run(run, SECONDS)
+        seconds = time_run(run, max_seconds)
     except Exception as failure:  # what does not run is reported
         return {"failed": describe_failure(failure)}
     return {
@@ -145,11 +162,12 @@ def decode_greedily(net: hw.Transformer, ids: torch.Tensor, new_tokens: int) -> 
     return torch.cat(generated, 1)
 
 
-def measure_decoding(device: str, new_tokens: int = NEW_TOKENS, **sizes: int) -> dict[str, float]:
+def measure_decoding(device: str, sizes: Sizes = SIZES) -> dict[str, float]:
     """Tokens per second of one sequence in bfloat16, ours and that of transformers if it is there;
     the weights are random.
     """
-    config = DECODER | sizes
+    config = dict(sizes.decoder)
+    new_tokens = sizes.new_tokens
     net = hw.build(hw.families.read_model_spec(config), seed=0).to(device, torch.bfloat16).eval()
     ids = torch.ones(1, PROMPT_TOKENS, dtype=torch.long, device=device)
     run: dict[str, Callable[[], Any]] = {"headwise": lambda: decode_greedily(net, ids, new_tokens)}
@@ -162,15 +180,15 @@ def measure_decoding(device: str, new_tokens: int = NEW_TOKENS, **sizes: int) ->
         lengths = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens}
         run["transformers"] = lambda: model.generate(ids, do_sample=False, **lengths)
     with torch.no_grad():
-        return {name: new_tokens / time_run(call, SECONDS) for name, call in run.items()}
+        return {name: new_tokens / time_run(call, sizes.seconds) for name, call in run.items()}
 
 
-def run_tests() -> dict[str, Any]:
-    """Run the tests marked `gpu` in a process; return the last line that pytest prints."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
+def run_tests(selection: Sequence[str]) -> dict[str, Any]:
+    """Run these tests in a process; return the last line that pytest prints."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     try:
         done = subprocess.run(
-            [*command, *TEST_FILES], cwd=ROOT, timeout=TEST_SECONDS, capture_output=True, text=True
+            [*command, *selection], cwd=ROOT, timeout=TEST_SECONDS, capture_output=True, text=True
         )
     except subprocess.TimeoutExpired:
         return {"result": f"not finished after {TEST_SECONDS} s", "passed": False, "failed": []}
@@ -180,7 +198,12 @@ def run_tests() -> dict[str, Any]:
     return {"result": lines[-1], "passed": done.returncode == 0, "failed": failed[:20]}
 
 
-def main(device: str = "cuda", results: Path = RESULTS) -> int:
+def main(
+    device: str = "cuda",
+    results: Path = RESULTS,
+    sizes: Sizes = SIZES,
+    tests: Sequence[str] = TESTS,
+) -> int:
     """Run all three steps on a GPU; the exit code is 1 if a test or a row failed."""
     if device == "cuda" and not torch.cuda.is_available():
         print(
@@ -193,22 +216,22 @@ def main(device: str = "cuda", results: Path = RESULTS) -> int:
     report: dict[str, Any] = {
         "device": name,
         "torch": torch.__version__,
-        "tokens": TOKENS,
-        "tests": run_tests(),
+        "tokens": sizes.tokens,
+        "tests": run_tests(tests),
         "rows": rows,
     }
     for layer in SPECS:
         for dtype in TOLERANCE:
             label = str(dtype).removeprefix("torch.")
             try:
-                found = measure_spec(layer, dtype, device, TOKENS)
+                found = measure_spec(layer, dtype, device, sizes)
             except Exception as failure:  # without `dense` there is nothing to compare with
                 found = [{"backend": "dense", "failed": describe_failure(failure)}]
             rows += [{"layer": layer, "dtype": label, **one} for one in found]
             results.write_text(json.dumps(report, indent=1) + "\n")
             print(f"{layer}, {label}", file=sys.stderr)
     try:
-        report["decoding"] = measure_decoding(device)
+        report["decoding"] = measure_decoding(device, sizes)
     except Exception as failure:  # what does not run is reported
         report["decoding"] = {"failed": describe_failure(failure)}
     results.write_text(json.dumps(report, indent=1) + "\n")
@@ -216,5 +239,18 @@ def main(device: str = "cuda", results: Path = RESULTS) -> int:
     return 0 if is_right and report["tests"]["passed"] else 1
 
 
+def dry_run(sizes: Sizes = DRY_SIZES, tests: Sequence[str] = DRY_TESTS) -> int:
+    """Run all three steps on a pretended device; its times mean nothing, so they are not kept."""
+    from support.pretended_device import NAME, pretended_device
+
+    with TemporaryDirectory() as folder, pretended_device():
+        results = Path(folder) / RESULTS.name
+        code = main(NAME, results, sizes, tests)
+        rows = json.loads(results.read_text())["rows"]
+    right = sum(row.get("is_right", False) for row in rows)
+    print(f"dry run: {right} of {len(rows)} rows are right; no results were kept", file=sys.stderr)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(dry_run() if sys.argv[1:] == ["--dry-run"] else main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import headwise as hw
 from benchmarks import __main__ as command, gpu, harness, report
 
 ROOT = Path(__file__).resolve().parents[2]
+FEW = gpu.Sizes(70, 0.0, 3, gpu.DECODER | {"n_embd": 24, "n_layer": 1, "vocab_size": 11})
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +27,6 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "BUFFER_BYTES", 2**12)
     monkeypatch.setattr(harness, "MATRIX_SIZE", 8)
     monkeypatch.setattr(harness, "SAMPLE_SECONDS", 1e-5)
-    monkeypatch.setattr(gpu, "SECONDS", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_every_quick_row_runs(kind: str):
 
 @pytest.mark.parametrize("name", ["plain heads, causal", "DCMHA"])
 def test_every_backend_is_compared_with_dense(name: str):
-    rows = {row["backend"]: row for row in gpu.measure_spec(name, torch.float32, "cpu", tokens=70)}
+    rows = {row["backend"]: row for row in gpu.measure_spec(name, torch.float32, "cpu", FEW)}
     assert {"chunked", "dense"} <= set(rows)
     assert all(row["is_right"] and row["seconds"] > 0 for row in rows.values())
 
@@ -137,25 +138,41 @@ def test_a_backend_that_is_wrong_or_fails_is_reported(monkeypatch: pytest.Monkey
     attend = BACKENDS["sdpa"].attend
     monkeypatch.setattr(BACKENDS["sdpa"], "attend", lambda *args: 1.5 * attend(*args))
     monkeypatch.setattr(BACKENDS["flash_cpu"], "attend", fail)
-    found = gpu.measure_spec("plain heads, causal", torch.float32, "cpu", tokens=70)
+    found = gpu.measure_spec("plain heads, causal", torch.float32, "cpu", FEW)
     rows = {row["backend"]: row for row in found}
     assert rows["sdpa"]["is_right"] is False
     assert rows["flash_cpu"] == {"backend": "flash_cpu", "failed": "RuntimeError: no such kernel"}
 
 
-def test_all_steps_run_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """On the CPU, with few tokens; the file is there although a test failed."""
+@pytest.mark.parametrize("device", ["cpu", "pretend"])
+def test_all_steps_run_without_a_gpu(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """With few tokens; the file is there although a test failed."""
     outcome = {"result": "1 failed", "passed": False, "failed": ["FAILED tests/a.py"]}
-    small = {"SECONDS": 0, "TOKENS": 20, "NEW_TOKENS": 3, "run_tests": lambda: outcome}
-    small["SPECS"] = {name: gpu.SPECS[name] for name in ("plain heads, causal", "ALiBi")}
-    small["DECODER"] = gpu.DECODER | {"n_embd": 24, "n_layer": 1, "vocab_size": 11}
-    for name, value in small.items():
-        monkeypatch.setattr(gpu, name, value)
-    path = tmp_path / "gpu.json"
-    assert gpu.main("cpu", path) == 1
-    report = json.loads(path.read_text())
+    reports: list[dict[str, Any]] = []
+    write = Path.write_text
+
+    def record(path: Path, text: str) -> int:
+        if path.name == gpu.RESULTS.name:
+            reports.append(json.loads(text))
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", record)
+    monkeypatch.setattr(gpu, "run_tests", lambda _: outcome)
+    specs = {name: gpu.SPECS[name] for name in ("plain heads, causal", "ALiBi")}
+    monkeypatch.setattr(gpu, "SPECS", specs)
+    if device == "cpu":
+        assert gpu.main(device, tmp_path / "gpu.json", FEW) == 1
+        assert json.loads((tmp_path / "gpu.json").read_text()) == reports[-1]
+    else:
+        assert gpu.dry_run(FEW) == 1
+        assert not gpu.RESULTS.exists()
+        assert re.search(r"dry run: (\d+) of \1 rows are right", capsys.readouterr().err)
+    report = reports[-1]
+    assert report["device"] == device
     assert report["tests"] == outcome
-    assert {row["layer"] for row in report["rows"]} == set(small["SPECS"])
+    assert {row["layer"] for row in report["rows"]} == set(specs)
     assert all(row["is_right"] for row in report["rows"])
     assert gpu.PEER in {row["backend"] for row in report["rows"]}
     assert set(report["decoding"]) == {"headwise", "transformers"}
@@ -166,9 +183,9 @@ def test_a_layer_that_dense_cannot_run_is_a_row(tmp_path: Path, monkeypatch: pyt
         raise RuntimeError("out of memory")
 
     passed = {"result": "1 passed", "passed": True, "failed": []}
-    for name, value in {"run_tests": lambda: passed, "measure_spec": fail}.items():
+    for name, value in {"run_tests": lambda _: passed, "measure_spec": fail}.items():
         monkeypatch.setattr(gpu, name, value)
-    monkeypatch.setattr(gpu, "measure_decoding", lambda _: {"headwise": 1.0})
+    monkeypatch.setattr(gpu, "measure_decoding", lambda *_: {"headwise": 1.0})
     assert gpu.main("cpu", tmp_path / "gpu.json") == 1
     rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert len(rows) == len(gpu.SPECS) * len(gpu.TOLERANCE)
