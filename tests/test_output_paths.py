@@ -161,7 +161,7 @@ def no_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     for target in (
         "headwise.learn.sample_tour.run_sample_tour",
         "headwise.studies.study_runner.run_study",
-        "headwise.learn.entry_text.render_document",
+        "headwise.learn.document_page.DocumentPages.render_document",
     ):
         monkeypatch.setattr(target, stop)
 

@@ -562,7 +562,26 @@ def stored_files() -> dict[Path, str]:
     """Data files of the package that are read from pages, with their contents."""
     import stored_studies
 
-    return {stored_studies.OUT: stored_studies.stored_studies()}
+    files = {stored_studies.OUT: stored_studies.stored_studies()}
+    try:
+        files[FORMULAS] = stored_formulas()
+    except ModuleNotFoundError as error:
+        print(f"formulas are not compared: {error}; run `make install`", file=sys.stderr)
+    return files
+
+
+FORMULAS = ROOT / "src/headwise/learn/formulas.json"
+
+
+def stored_formulas() -> str:
+    """MathML of the formulas of the documents, by their LaTeX between dollars."""
+    from latex2mathml.converter import convert
+
+    from headwise.learn.document_sections import list_formulas
+
+    displays = {text: "block" if "$$" in text else "inline" for text in list_formulas()}
+    mathml = {text: convert(text.strip("$"), display=displays[text]) for text in displays}
+    return json.dumps(mathml, indent=0, ensure_ascii=False) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ import pytest
 from headwise import cli
 from headwise.learn import entry_text
 from headwise.learn.catalogue import load_documents, load_entries
+from headwise.learn.document_page import DocumentPages
 from headwise.learn.language import use_language
 from headwise.report import plots
 from headwise.report.render import to_json
@@ -122,9 +123,25 @@ def test_pages_are_complete_and_offline(tmp_path: Path, capsys: pytest.CaptureFi
     text = (tmp_path / "004.html").read_text()
     page = Page()
     page.feed(text)
-    assert page.articles == [entry.id for entry in load_documents(["004"])[0].entries]
-    assert page.addresses == [f"#{id}" for id in page.articles]
+    assert sorted(page.articles) == sorted(one.id for one in load_documents(["004"])[0].entries)
+    assert {f"#{id}" for id in page.articles} < set(page.addresses)
+    assert all(address.startswith(("#", "004.html#")) for address in page.addresses)
     assert "<script" not in text
+
+
+def test_all_documents_come_with_a_start_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(DocumentPages, "render_document", lambda *_: "")
+    names = [
+        Path(line.split()[1]).name for line in run(capsys, "--html", str(tmp_path)).splitlines()
+    ]
+    assert names == ["004.html", "000.html", "001.html", "003.html", "002.html", "index.html"]
+    page = Page()
+    page.feed((tmp_path / "index.html").read_text())
+    assert page.addresses == names[:-1]
+    assert run(capsys, "004", "--html", str(tmp_path), "--overwrite").count("\n") == 1
+    assert not (tmp_path / "index.html").exists()
 
 
 @pytest.mark.parametrize("fonts", [(), ("DejaVu Sans Mono",)])

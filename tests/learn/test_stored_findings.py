@@ -14,7 +14,8 @@ import pytest
 
 from headwise.learn import catalogue
 from headwise.learn.catalogue import Verdict
-from headwise.learn.entry_text import Words, describe_study, render_document
+from headwise.learn.document_page import DocumentPages
+from headwise.learn.entry_text import Words, describe_study
 from headwise.learn.language import use_language
 from headwise.learn.stored_findings import (
     draw_study,
@@ -101,9 +102,8 @@ def test_pages_of_documents_have_the_strip_pictures():
     studies = [entry.study for entry in document.entries if entry.study]
     few = catalogue.Document("001", document.title, document.entries[-1:] + document.entries[:1])
     with_study = [entry for entry in document.entries if entry.study][:1]
-    page = render_document(
-        catalogue.Document("001", document.title, (*few.entries, *with_study)), "zh"
-    )
+    short = catalogue.Document("001", document.title, (*few.entries, *with_study))
+    page = DocumentPages([short], "zh").render_document(short)
     assert studies
     assert page.count("每个种子的差异") >= 2  # light and dark
 

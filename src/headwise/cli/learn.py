@@ -26,7 +26,7 @@ class LearnOptions(Options):
     TOPIC  a document 000 to 004, a section (003-6), a topic, a row (C1.4), or a Chinese word
     --list  list every entry with its state; run nothing
     --lang {en,zh}  language of the texts (default: the locale's)
-    --html DIR  write one page for each document, with figures
+    --html DIR  write one page for each document, with figures; without TOPIC, a start page too
     --overwrite  replace an earlier output of this command
     --json  print one JSON document instead of text
 
@@ -77,15 +77,15 @@ def main(argv: list[str]) -> int:
 
 def _write_pages(args: LearnOptions, folder: str, language: str) -> int:
     from ..learn.catalogue import MODULES, find_entries, load_documents
-    from ..learn.entry_text import DOCUMENT_PAGES, Words, font_note, write_document_page
+    from ..learn.document_page import DOCUMENT_PAGES, DocumentPages
+    from ..learn.entry_text import Words, font_note
 
     ids = [] if args.what is None else [entry.document for entry in find_entries(args.what)]
-    documents = load_documents(list(dict.fromkeys(ids)) or tuple(MODULES))
+    pages = DocumentPages(load_documents(list(dict.fromkeys(ids)) or tuple(MODULES)), language)
     with stage_folder(folder, DOCUMENT_PAGES, args.existing) as staged:
-        for document in documents:
-            write_document_page(document, language, staged / f"{document.id}.html")
-    for document in documents:
-        print_page(f"{Words(language).phrase('wrote')} {Path(folder) / f'{document.id}.html'}")
+        names = list(pages.write(staged, in_course=args.what is None))
+    for name in names:
+        print_page(f"{Words(language).phrase('wrote')} {Path(folder) / name}")
     note = font_note(language)
     if note:
         print_note(f"headwise: {note}")

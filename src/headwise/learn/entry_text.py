@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, groupby
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from ..report.plots import find_undrawable
-from ..report.render import fill_template
 from ..report.text import pad, text_width, wrap
-from ..util.files import write_atomically
-from ..util.output_paths import FolderKind
 from .catalogue import Document, Entry, Result, Verdict, list_topics
-from .language import LANGUAGES, SAMPLE, join_clauses, join_items, localise, use_language
-from .stored_findings import draw_study, list_claims
+from .language import SAMPLE, join_clauses, join_items, localise, use_language
+from .stored_findings import list_claims
 
 MARKS = {
     Verdict.HOLDS: "[+]",
@@ -282,53 +279,8 @@ def find_reports(study: str) -> list[Path]:
     return sorted(named, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-TEMPLATE = Path(__file__).with_name("document_page.html")
-DOCUMENT_PAGES = FolderKind("folder of documents", ("00[0-4].html",), lambda _: ("00[0-4].html",))
-
-
 def font_note(language: str) -> str:
     """A note on what to install if this machine has no font for Chinese quotes and figures; empty
     if it has one.
     """
     return Words(language).phrase("font") if find_undrawable(SAMPLE) else ""
-
-
-def write_document_page(document: Document, language: str, path: Path) -> None:
-    """Run all entries of a document and write its page."""
-    write_atomically(path, render_document(document, language).encode())
-
-
-def render_document(document: Document, language: str) -> str:
-    """The page of a document as HTML; every entry is run."""
-    with use_language(language):  # of the texts inside figures
-        results = [(entry, entry.check()) for entry in document.entries]
-        studies = dict.fromkeys(entry.study for entry in document.entries)
-        strips = {study: list(draw_study(study, language)) for study in studies}
-    return fill_template(
-        TEMPLATE,
-        title=f"{document.id} {document.title.fill(language, {})}",
-        words=Words(language),
-        notes={name: font_note(name) for name in LANGUAGES},
-        results=results,
-        strips=strips,
-        marks=MARKS,
-        plain_formula=plain_formula,
-        blocks=_blocks,
-        small_print=_small_print,
-    )
-
-
-def _blocks(reason: str) -> list[tuple[bool, list[str]]]:
-    """Paragraphs, and rows of cells between bars (True), which make a table."""
-    groups = groupby(reason.splitlines(), key=lambda line: " | " in line)
-    return [(is_table, list(lines)) for is_table, lines in groups]
-
-
-def _small_print(entry: Entry, words: Words) -> Iterator[str]:
-    if entry.run is None:
-        yield words.phrase("facts")
-    for name, text in (("reference", words.reference(entry)), ("see", entry.see)):
-        if text:
-            yield words.label(name) + text
-    if entry.study:
-        yield from describe_study(entry.study, words)

@@ -1,0 +1,201 @@
+"""Pages of the source documents as HTML: sections with their entries, figures, formulas and
+exercises, and a start page. They need no script and no network.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count, groupby
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from ..report.data import Figure
+from ..report.plots import to_svg
+from ..report.render import fill_template
+from ..util.files import write_atomically
+from ..util.output_paths import FolderKind
+from .catalogue import Document, Entry, Text, Verdict, read_toml
+from .document_sections import Exercise, load_covers, load_formulas, load_mathml, load_sections
+from .entry_text import Words, describe_study, font_note, plain_formula
+from .language import LANGUAGES, use_language
+from .stored_findings import draw_study
+
+FOLDER = Path(__file__).parent
+START = "index.html"
+DOCUMENT_PAGES = FolderKind(
+    "folder of documents", ("00[0-4].html",), lambda _: ("00[0-4].html", START)
+)
+# A formula between dollars, code between backticks, emphasis between asterisks, the id of an entry.
+MARKED = re.compile(
+    r"(?P<dollars>\$\$?)[^$]+(?P=dollars)|`(?P<code>[^`]+)`"
+    r"|(?P<stars>\*\*?)(?P<strong>[^\s*](?:[^*]*[^\s*])?)(?P=stars)"
+    r"|(?P<id>\b00\d-(?:\d|FF)(?:\.\d)*[a-z]?\b)"
+)
+
+
+SVG_ID = re.compile(r'(?<=\bid=")|(?<=url\(#)|(?<=href="#)')
+
+
+class DocumentPages:
+    """The pages of documents in one language. Texts may refer to entries of all `documents`."""
+
+    def __init__(self, documents: Sequence[Document], language: str) -> None:
+        order = list(load_covers())
+        self.documents = sorted(documents, key=lambda document: order.index(document.id))
+        self.language = language
+        self._addresses = {
+            entry.id: f"{document.id}.html#{entry.id}"
+            for document in documents
+            for entry in document.entries
+        }
+        self._mathml = load_mathml()
+        self._words = Words(language)
+        labels = read_toml("course")["labels"]
+        self._shared: dict[str, Any] = {
+            "words": self._words,
+            "label": {name: self.choose(Text(**table)) for name, table in labels.items()},
+            "style": Markup((FOLDER / "document_pages.css").read_text(encoding="utf-8")),
+            "notes": {name: font_note(name) for name in LANGUAGES},
+            "choose": self.choose,
+            "set_text": self.set_text,
+        }
+
+    def choose(self, text: Text) -> str:
+        """Return a text in the language of the pages."""
+        return text.zh if self.language == "zh" else text.en
+
+    def set_formula(self, formula: str) -> Markup:
+        """Return LaTeX between dollars as MathML; between two dollars it is a line that scrolls."""
+        mathml = Markup(self._mathml[formula])
+        return (
+            Markup('<span class="formula">{}</span>').format(mathml) if "$$" in formula else mathml
+        )
+
+    def set_text(self, text: str) -> Markup:
+        """Return a text as HTML, with its formulas as MathML and the ids of entries as links."""
+        parts = [Markup("")]
+        end = 0
+        for match in MARKED.finditer(text):
+            parts.append(escape(text[end : match.start()]))
+            parts.append(self._set_marked(match))
+            end = match.end()
+        return Markup("").join([*parts, escape(text[end:])])
+
+    def _set_marked(self, match: re.Match[str]) -> Markup:
+        if match["dollars"]:
+            return self.set_formula(match[0])
+        if match["code"]:
+            return Markup("<code>{}</code>").format(match["code"])
+        if match["strong"]:
+            return Markup("<em>{}</em>").format(match["strong"])
+        return self._link(match["id"])
+
+    def _link(self, id: str) -> Markup:
+        address = self._addresses.get(id)
+        if address is None:
+            return escape(id)
+        return Markup('<a href="{}">{}</a>').format(address, id)
+
+    def render_document(self, document: Document, in_course: bool = False) -> str:
+        """The page of a document; every entry is run. In a course it has links to the other
+        pages.
+        """
+        with use_language(self.language):  # of the texts inside figures
+            results = {entry.id: entry.check() for entry in document.entries}
+            studies = dict.fromkeys(entry.study for entry in document.entries)
+            strips = {study: list(draw_study(study, self.language)) for study in studies}
+        ids = [one.id for one in self.documents] if in_course else []
+        place = ids.index(document.id) if in_course else 0
+        return fill_template(
+            FOLDER / "document_page.html",
+            document=document,
+            sections=[one for one in load_sections(document.id) if {*one.entries} & {*results}],
+            formulas=load_formulas(document.id),
+            entries={entry.id: entry for entry in document.entries},
+            results=results,
+            strips=strips,
+            covers=load_covers(),
+            start=START if in_course else "",
+            previous=ids[place - 1] if place > 0 else "",
+            following="".join(ids[place + 1 : place + 2]),
+            set_formula=self.set_formula,
+            draw=partial(_draw, count()),
+            answer=partial(self._fill_answer, results),
+            plain_formula=plain_formula,
+            blocks=_blocks,
+            small_print=_small_print,
+            source=_read_source,
+            **self._shared,
+        )
+
+    def _fill_answer(self, results: dict[str, Any], exercise: Exercise) -> Markup:
+        """The answer of an exercise, with the numbers of its entries."""
+        numbers = {}
+        for id in exercise.entries:
+            numbers |= results[id].numbers
+        assert exercise.answer is not None
+        return self.set_text(exercise.answer.fill(self.language, numbers))
+
+    def render_start(self) -> str:
+        """The start page: a cover for each document in the order of reading."""
+        counts = {
+            document.id: Counter(entry.verdict for entry in document.entries)
+            for document in self.documents
+        }
+        return fill_template(
+            FOLDER / "start_page.html",
+            documents=self.documents,
+            covers=load_covers(),
+            counts=counts,
+            verdicts=list(Verdict),
+            sections={one.id: load_sections(one.id) for one in self.documents},
+            **self._shared,
+        )
+
+    def write(self, folder: Path, in_course: bool) -> Iterator[str]:
+        """Write the pages, and the start page of a course; yield the name of each."""
+        for document in self.documents:
+            name = f"{document.id}.html"
+            write_atomically(folder / name, self.render_document(document, in_course).encode())
+            yield name
+        if in_course:
+            write_atomically(folder / START, self.render_start().encode())
+            yield START
+
+
+def _draw(numbers: Iterator[int], figure: Figure, theme: str) -> Markup:
+    """A figure as SVG whose ids are on the page once: figures of equal size have equal ids."""
+    return Markup(SVG_ID.sub(f"figure-{next(numbers)}-", to_svg(figure, theme, inline=True)))
+
+
+def _blocks(reason: str) -> list[tuple[bool, list[str]]]:
+    """Paragraphs, and rows of cells between bars (True), which make a table."""
+    groups = groupby(reason.splitlines(), key=lambda line: " | " in line)
+    return [(is_table, list(lines)) for is_table, lines in groups]
+
+
+def _small_print(entry: Entry, words: Words) -> Iterator[str]:
+    if entry.run is None:
+        yield words.phrase("facts")
+    for name, text in (("reference", words.reference(entry)), ("see", entry.see)):
+        if text:
+            yield words.label(name) + text
+    if entry.study:
+        yield from describe_study(entry.study, words)
+
+
+def _read_source(entry: Entry) -> str:
+    """The source of the run of an entry, and its call if the entry has arguments of its own."""
+    run = entry.run
+    if run is None:
+        return ""
+    if not isinstance(run, partial):
+        return inspect.getsource(run)
+    arguments = ", ".join(f"{name}={value!r}" for name, value in run.keywords.items())
+    return f"{inspect.getsource(run.func)}\n\n{run.func.__name__}({arguments})\n"

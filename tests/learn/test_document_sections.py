@@ -1,0 +1,205 @@
+"""Sections of the documents: each entry is in one, both languages have every text, formulas are set,
+exercises are answered by runs, and the pages are complete without scripts.
+"""
+
+from __future__ import annotations
+
+import html.parser
+import re
+import sys
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from headwise.learn import document_page
+from headwise.learn.catalogue import MODULES, Document, Kind, Text, load_documents
+from headwise.learn.document_page import DocumentPages
+from headwise.learn.document_sections import (
+    FORMULA,
+    Section,
+    list_formulas,
+    load_covers,
+    load_formulas,
+    load_mathml,
+    load_sections,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+HAN = re.compile("[\u4e00-\u9fff]")
+DOCUMENTS = {document.id: document for document in load_documents()}
+SECTIONS = {id: load_sections(id) for id in MODULES}
+every_document = pytest.mark.parametrize("id", list(MODULES))
+
+
+def texts_of(section: Section) -> list[Text]:
+    texts = [section.title, section.text]
+    for exercise in section.exercises:
+        texts += [exercise.question, *([exercise.answer] if exercise.answer else [])]
+    return texts
+
+
+@every_document
+def test_every_entry_is_in_one_section(id: str):
+    counts = Counter(entry for section in SECTIONS[id] for entry in section.entries)
+    entries = {entry.id for entry in DOCUMENTS[id].entries}
+    missing = sorted(entries - counts.keys())
+    assert missing == [], f"add to a section of learn/sections_{id}.toml: {missing}"
+    assert sorted(counts.keys() - entries) == []
+    assert set(counts.values()) == {1}
+
+
+@every_document
+def test_every_text_is_in_both_languages(id: str):
+    cover = load_covers()[id]
+    for text in [cover.title, cover.subject, cover.skill, *chain(*map(texts_of, SECTIONS[id]))]:
+        assert not HAN.search(text.en), text.en
+        assert HAN.search(text.zh), text.zh
+        for name in (FORMULA, re.compile(r"\{\w+(?::[^{}]*)?\}")):
+            assert {*name.findall(text.en)} == {*name.findall(text.zh)}, text.en
+    for section in SECTIONS[id]:
+        assert 1 <= section.text.en.count("\n\n") + 1 <= 4
+        assert section.text.en.count("\n\n") == section.text.zh.count("\n\n")
+
+
+def test_the_longest_sections_have_no_paragraph_of_a_source():
+    """Prose refers to the statements; a quote of a source is not repeated in it."""
+    for id, sections in SECTIONS.items():
+        prose = "".join(section.text.zh for section in sections)
+        for entry in DOCUMENTS[id].entries:
+            quote = entry.quote_zh
+            if len(HAN.findall(quote)) >= 12:
+                assert quote not in prose, entry.id
+
+
+@every_document
+def test_formulas_belong_to_entries(id: str):
+    entries = {entry.id: entry for entry in DOCUMENTS[id].entries}
+    formulas = load_formulas(id)
+    assert formulas.keys() <= entries.keys()
+    assert {one for one in entries if entries[one].kind == Kind.FORMULA} <= formulas.keys()
+
+
+def test_every_formula_is_stored_as_mathml():
+    mathml = load_mathml()
+    assert list(mathml) == list_formulas()
+    assert len(mathml) > 50
+    for latex, text in mathml.items():
+        root = ElementTree.fromstring(text)
+        assert root.tag == "{http://www.w3.org/1998/Math/MathML}math", latex
+        words = "".join(root.itertext())
+        assert "\\" not in words, f"{latex} is not converted: {words}"
+        assert not HAN.search(words)
+
+
+def test_stored_formulas_are_what_the_tool_writes():
+    pytest.importorskip("latex2mathml")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "tools"))
+        import build_docs
+
+        assert build_docs.stored_formulas() == build_docs.FORMULAS.read_text()
+        sys.modules.pop("build_docs", None)
+
+
+@every_document
+def test_answers_of_exercises_are_checked_by_entries_of_their_section(id: str):
+    for section in SECTIONS[id]:
+        for exercise in section.exercises:
+            assert exercise.entries
+            assert {*exercise.entries} <= {*section.entries}
+            if exercise.answer:
+                assert "{" in exercise.answer.en, exercise.question.en
+
+
+def test_the_questions_and_misconceptions_are_exercises():
+    exercises = [exercise for section in SECTIONS["003"] for exercise in section.exercises]
+    hidden = {id for exercise in exercises if exercise.answer is None for id in exercise.entries}
+    named = [entry.id for entry in DOCUMENTS["003"].entries if entry.id[:5] in ("003-6", "003-7")]
+    assert hidden == {*named}
+    assert sum(len(section.exercises) for one in SECTIONS.values() for section in one) >= 30
+
+
+# --- Pages ----------------------------------------------------------------------------------------
+
+
+class Page(html.parser.HTMLParser):
+    """Ids, tags, attributes and addresses of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.addresses: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            self.attributes.add(name)
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("href", "src"):
+                self.addresses.append(value or "")
+
+
+def render(id: str, language: str) -> Page:
+    """A page of a course."""
+    pages = DocumentPages(list(DOCUMENTS.values()), language)
+    text = pages.render_document(DOCUMENTS[id], in_course=True)
+    assert "default-src 'none'" in text
+    return Page(text)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("id", ["001", "004"])
+def test_pages_are_complete(id: str, language: str):
+    page = render(id, language)
+    assert page.tags & {"script", "img", "iframe", "link"} == set()
+    assert not any(name.startswith("on") for name in page.attributes)
+    assert {entry.id for entry in DOCUMENTS[id].entries} <= set(page.ids)
+    assert {f"section-{n + 1}" for n in range(len(SECTIONS[id]))} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))
+    known = {f"{one}.html" for one in DOCUMENTS} | {"index.html"}
+    known |= {f"#{one}" for one in page.ids}
+    known |= {f"{one.id}.html#{entry.id}" for one in DOCUMENTS.values() for entry in one.entries}
+    assert [address for address in page.addresses if address not in known] == []
+    assert {"math", "details", "nav", "section"} <= page.tags
+
+
+def test_a_page_shows_the_source_of_its_runs_and_its_neighbours():
+    order = list(load_covers())
+    assert sorted(order) == list(MODULES)
+    pages = DocumentPages(list(DOCUMENTS.values()), "en")
+    document = DOCUMENTS["004"]
+    text = pages.render_document(Document("004", document.title, document.entries[:1]), True)
+    assert "def between_neighbours(" in text
+    assert '<a class="next" href="000.html">' in text
+    assert "index.html" in text
+    assert "index.html" not in pages.render_document(document)
+
+
+def test_texts_are_set_as_html():
+    pages = DocumentPages([DOCUMENTS["004"]], "en")
+    assert pages.set_text("a < b, *so*, `x * y`") == ("a &lt; b, <em>so</em>, <code>x * y</code>")
+    assert pages.set_text("see 004-2b.") == 'see <a href="004.html#004-2b">004-2b</a>.'
+    assert pages.set_text("see 003-7.2, 2 * 3 * 4") == "see 003-7.2, 2 * 3 * 4"
+    latex = "Q = XW_Q,\\quad K = XW_K,\\quad V = XW_V"
+    assert 'display="block"' in pages.set_text(f"$${latex}$$")
+    assert 'display="inline"' in pages.set_text("one input $X$")
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_start_page_has_a_cover_for_every_document(language: str):
+    text = DocumentPages(list(DOCUMENTS.values()), language).render_start()
+    page = Page(text)
+    assert page.addresses == [f"{id}.html" for id in load_covers()]
+    assert page.addresses[0] == "004.html"
+    for id, cover in load_covers().items():
+        assert (cover.skill.zh if language == "zh" else cover.skill.en) in text, id
+        assert f"{len(DOCUMENTS[id].entries)} " in text
+    assert "script" not in page.tags
+    assert document_page.START == "index.html"
