@@ -26,12 +26,12 @@ from ...training.data import Batch, Task
 from ...training.data.translation import join_words
 from ...util.errors import SequenceTooLong, SpecError, UnknownToken
 from ...util.files import read_text_file
-from ..inspect.hooks import run_prepared
 from ..inspect.model_inputs import (
     ModelInputs,
     get_max_length,
     is_encoder_decoder,
     prepare_inputs,
+    run_prepared,
     split_rows,
 )
 from ..inspect.model_tokenizer import PAD_ID, decode_rows, find_token_decoder

@@ -27,9 +27,8 @@ from ..inspect.hooks import (
     Function,
     hook_sites,
     override_forwards,
-    run_prepared,
 )
-from ..inspect.model_inputs import ModelInputs, list_arguments, prepare_inputs
+from ..inspect.model_inputs import ModelInputs, list_arguments, prepare_inputs, run_prepared
 from ..inspect.site import VECTOR_FIELDS, HeadVectors
 from .importance_methods import BLOCK_PATH
 from .objectives import get_output_tensor

@@ -4,7 +4,6 @@ chance levels.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain, islice
@@ -43,7 +42,7 @@ from .head_metrics import (
     select_largest,
     select_peak_offset,
 )
-from .head_table import HeadMeasures, HeadTable, Measure
+from .head_table import HeadMeasures, HeadTable, Measure, rows_of_heads
 from .resampling import Array, Jackknife, excess_p_values, ratio_of_sums, stack_texts
 from .streamed_statistics import (
     STREAMED_METRICS,
@@ -529,32 +528,6 @@ def _measure_sites(
         for more in collected:
             by_metric |= more.get(head, {})
     return rows_of_heads(sites, measures)
-
-
-def rows_of_heads(
-    sites: Sequence[Site | AttentionRecord],
-    measures: Mapping[tuple[str, int], Mapping[str, Measure]],
-) -> list[HeadMeasures]:
-    """Return the rows of a table: the heads of these sites with their measures by site and head."""
-    heads: list[HeadMeasures] = []
-    num_heads = Counter(name for name, _ in measures)
-    for site in sites:
-        count = num_heads[site.name]
-        kv_heads = _kv_head_of_query(site)
-        if len(kv_heads) != count:  # equal groups of neighbouring heads
-            heads_per_kv = max(1, count // max(1, site.kv))
-            kv_heads = [head // heads_per_kv for head in range(count)]
-        for head in range(count):
-            place = (site.stack, site.kind, site.layer, head, kv_heads[head], site.name)
-            heads.append(HeadMeasures(*place, measures[site.name, head]))
-    return heads
-
-
-def _kv_head_of_query(site: Site | AttentionRecord) -> Sequence[int]:
-    """Return the KV head of each query head; nothing if it is unknown."""
-    if isinstance(site, AttentionRecord):
-        return site.kv_head_of_query
-    return () if site.spec is None else site.spec.heads.kv_head_of_query
 
 
 def _join_sites(

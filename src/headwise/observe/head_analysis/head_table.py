@@ -5,11 +5,12 @@ values.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...report.data import Column, Estimate as Measure, Figure, HeatMap, Item, Table
 from ...report.notebook import NotebookResult, ShownTable
@@ -17,6 +18,10 @@ from ...report.render import colour_text, note_lines, to_csv, to_plain, to_text
 from ...report.text import NOT_MEASURED, choose_format, format_p, wrap
 from ...util.errors import check_known, pluralise
 from ..head_names import locate_head, print_head
+from ..traces.attention_record import AttentionRecord
+
+if TYPE_CHECKING:
+    from ..inspect.site import Site  # imports torch
 
 # Letter and colour of each class. Colours are from Okabe and Ito; the letter distinguishes classes
 # without colour.
@@ -147,6 +152,32 @@ class HeadMeasures:
             "class": order_classes(self.classes)[0].name if self.classes else None,
             "class_with_sinks": self.with_sinks_first().classes[0].name if self.classes else None,
         }
+
+
+def rows_of_heads(
+    sites: Sequence[Site | AttentionRecord],
+    measures: Mapping[tuple[str, int], Mapping[str, Measure]],
+) -> list[HeadMeasures]:
+    """Return the rows of a table: the heads of these sites with their measures by site and head."""
+    heads: list[HeadMeasures] = []
+    num_heads = Counter(name for name, _ in measures)
+    for site in sites:
+        count = num_heads[site.name]
+        kv_heads = _kv_head_of_query(site)
+        if len(kv_heads) != count:  # equal groups of neighbouring heads
+            heads_per_kv = max(1, count // max(1, site.kv))
+            kv_heads = [head // heads_per_kv for head in range(count)]
+        for head in range(count):
+            place = (site.stack, site.kind, site.layer, head, kv_heads[head], site.name)
+            heads.append(HeadMeasures(*place, measures[site.name, head]))
+    return heads
+
+
+def _kv_head_of_query(site: Site | AttentionRecord) -> Sequence[int]:
+    """Return the KV head of each query head; nothing if it is unknown."""
+    if isinstance(site, AttentionRecord):
+        return site.kv_head_of_query
+    return () if site.spec is None else site.spec.heads.kv_head_of_query
 
 
 @dataclass(frozen=True, repr=False)

@@ -28,9 +28,8 @@ from ..inspect.hooks import (
     hook_sites,
     override_forwards,
     run_observed,
-    run_prepared,
 )
-from ..inspect.model_inputs import ModelInputs, map_tensors
+from ..inspect.model_inputs import ModelInputs, map_tensors, run_prepared
 from .objectives import EvaluationInput, Objective, get_output_tensor
 from .resampling import Array
 

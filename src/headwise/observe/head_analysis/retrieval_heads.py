@@ -49,8 +49,7 @@ from ..inspect.model_tokenizer import make_reader
 from ..inspect.site import ObservedCall
 from ..inspect.trace_capture import get_model_name
 from .annotated_examples import GENERAL_TEXTS, annotate_row, read_lines
-from .head_measurement import rows_of_heads
-from .head_table import HeadTable, Measure
+from .head_table import HeadTable, Measure, rows_of_heads
 from .objectives import get_output_tensor, other_head_reason
 from .resampling import Array, Jackknife, correct_p_values, excess_p_values, ratio_of_sums
 from .text_analysis import read_texts, text_reader

@@ -26,10 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...models import Transformer
-from ...models.generation.decoding_config import DecodingConfig
-from ...models.generation.generate import generate
-from .model_inputs import ModelInputs, prepare_inputs
+from .model_inputs import ModelInputs, prepare_inputs, run_prepared
 from .site import HeadVectors, ObservedCall, Site
 
 # --- Patches of methods that several users share --------------------------------------------------
@@ -572,27 +569,6 @@ def run_observed(
         inputs = prepare_inputs(model, inputs, max_new_tokens)
     with hook_sites(model, sites, hooks), torch.inference_mode():
         return run_prepared(model, inputs, max_new_tokens)
-
-
-def run_prepared(model: nn.Module, inputs: ModelInputs, max_new_tokens: int = 0) -> Any:
-    """Run a model and return its output, or the generated tokens if `max_new_tokens` is set."""
-    kind = type(model).__name__
-    try:
-        if not max_new_tokens:
-            return model(*inputs.args, **inputs.kwargs)
-        if isinstance(model, Transformer):
-            # with several rows no end token, because finished rows would leave the batch
-            config = DecodingConfig(end=() if inputs.batch_size > 1 else None)
-            return generate(model, inputs.prompt_ids, max_new_tokens=max_new_tokens, config=config)
-        generate_method: Any = getattr(model, "generate", None)
-        if generate_method is None:
-            raise ValueError(f"{kind} cannot generate tokens; leave max_new_tokens out")
-        return generate_method(**inputs.kwargs, max_new_tokens=max_new_tokens, do_sample=False)
-    except IndexError as error:
-        raise ValueError(
-            f"{kind} cannot run these inputs: {error}; check for ids beyond its vocabulary "
-            "and for more tokens than it has positions"
-        ) from None
 
 
 def record_head_outputs(

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from ...attention.masking.sequence_info import SequenceInfo
 from ...models import Transformer
 from ...models.generation import get_decoder_start_ids, max_positions
+from ...models.generation.decoding_config import DecodingConfig
+from ...models.generation.generate import generate
 from ...util.errors import SequenceTooLong
 from ..traces import TokenRow
 from .model_tokenizer import PAD_ID, TokenDecoder, make_reader, pad_row, use_tokenizer
@@ -345,6 +347,27 @@ def split_rows(model: nn.Module, inputs: Any) -> list[Any]:
                     row[name] = one[:, is_text]
         rows.append(row)
     return rows
+
+
+def run_prepared(model: nn.Module, inputs: ModelInputs, max_new_tokens: int = 0) -> Any:
+    """Run a model and return its output, or the generated tokens if `max_new_tokens` is set."""
+    kind = type(model).__name__
+    try:
+        if not max_new_tokens:
+            return model(*inputs.args, **inputs.kwargs)
+        if isinstance(model, Transformer):
+            # with several rows no end token, because finished rows would leave the batch
+            config = DecodingConfig(end=() if inputs.batch_size > 1 else None)
+            return generate(model, inputs.prompt_ids, max_new_tokens=max_new_tokens, config=config)
+        generate_method: Any = getattr(model, "generate", None)
+        if generate_method is None:
+            raise ValueError(f"{kind} cannot generate tokens; leave max_new_tokens out")
+        return generate_method(**inputs.kwargs, max_new_tokens=max_new_tokens, do_sample=False)
+    except IndexError as error:
+        raise ValueError(
+            f"{kind} cannot run these inputs: {error}; check for ids beyond its vocabulary "
+            "and for more tokens than it has positions"
+        ) from None
 
 
 def run_model(model: nn.Module, inputs: Any, *, tokenizer: object = None) -> Any:

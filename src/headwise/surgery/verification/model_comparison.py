@@ -24,8 +24,12 @@ from ...observe.head_analysis.objectives import get_output_tensor
 from ...observe.inspect.ablation import HeadPatch, HeadRef, ScaledOutput, patch
 from ...observe.inspect.adapters.declarations import copy_declared
 from ...observe.inspect.attention_sites import find_attention
-from ...observe.inspect.hooks import run_prepared
-from ...observe.inspect.model_inputs import ModelInputs, get_device, prepare_inputs
+from ...observe.inspect.model_inputs import (
+    ModelInputs,
+    get_device,
+    prepare_inputs,
+    run_prepared,
+)
 from ...util.errors import SpecError, suggest
 
 # --- Records as JSON ------------------------------------------------------------------------------
