@@ -79,7 +79,9 @@ def test_the_table_is_that_of_the_command(folder: Path, capsys: pytest.CaptureFi
 
 def test_importance_is_the_rise_of_the_loss_without_the_head(folder: Path):
     model = type(small("gpt2")).from_pretrained(folder / "own").eval()
-    result = hw.importance(model, TEXTS)
+    messages: list[str] = []
+    result = hw.importance(model, TEXTS, log=messages.append)
+    assert messages[0].startswith("leave-one-out: at most ")  # said before it is measured
     assert (result.method, result.objective, result.texts) == ("leave-one-out", "next-token", 4)
 
     def losses(net: Any) -> Tensor:

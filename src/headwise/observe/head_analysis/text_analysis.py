@@ -218,11 +218,12 @@ def importance(
     objective: str | Objective | None = None,
     options: ImportanceOptions = DEFAULT_OPTIONS,
     tokenizer: object = None,
+    log: Callable[[str], object] = lambda _: None,
 ) -> ImportanceResult:
     """Estimate how much every head of a model matters over texts; the result prints as a table.
 
-    Model, texts (two or more) and tokenizer as in `hw.heads`; method, objective and options as in
-    `hw.estimate_importance`.
+    Model, texts (two or more) and tokenizer as in `hw.heads`; method, objective, options and log as
+    in `hw.estimate_importance`.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 256}
@@ -234,6 +235,6 @@ def importance(
     with text_reader(model, tokenizer) as reader:
         examples, notes = read_texts(reader, texts, min_count=2)
         result = estimate_importance(
-            reader, examples, method=method, objective=objective, options=options
+            reader, examples, method=method, objective=objective, options=options, log=log
         )
     return result.with_notes(notes)
