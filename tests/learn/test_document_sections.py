@@ -114,12 +114,24 @@ def test_answers_of_exercises_are_checked_by_entries_of_their_section(id: str):
                 assert "{" in exercise.answer.en, exercise.question.en
 
 
+@every_document
+def test_answers_are_filled_by_their_runs(id: str):
+    entries = {entry.id: entry for entry in DOCUMENTS[id].entries}
+    for section in SECTIONS[id]:
+        for exercise in section.exercises:
+            if exercise.answer:
+                (only,) = exercise.entries
+                numbers = entries[only].check().numbers
+                for language in ("en", "zh"):
+                    assert exercise.answer.fill(language, numbers) != exercise.answer.en
+
+
 def test_the_questions_and_misconceptions_are_exercises():
     exercises = [exercise for section in SECTIONS["003"] for exercise in section.exercises]
     hidden = {id for exercise in exercises if exercise.answer is None for id in exercise.entries}
     named = [entry.id for entry in DOCUMENTS["003"].entries if entry.id[:5] in ("003-6", "003-7")]
     assert hidden == {*named}
-    assert sum(len(section.exercises) for one in SECTIONS.values() for section in one) >= 30
+    assert sum(len(section.exercises) for one in SECTIONS.values() for section in one) >= 50
 
 
 # --- Pages ----------------------------------------------------------------------------------------
