@@ -197,6 +197,10 @@ def test_a_page_shows_the_source_of_its_runs_and_its_neighbours():
 def test_texts_are_set_as_html():
     pages = DocumentPages([DOCUMENTS["004"]], "en")
     assert pages.set_text("a < b, *so*, `x * y`") == ("a &lt; b, <em>so</em>, <code>x * y</code>")
+    assert pages.set_text("W_K^T, P_ij d_model^2 at 2^(-h)") == (
+        "W<sub>K</sub><sup>T</sup>, P<sub>ij</sub> d<sub>model</sub><sup>2</sup> at 2<sup>-h</sup>"
+    )
+    assert pages.set_text("hw.fold_bias, seq_len, q_BTHK") == "hw.fold_bias, seq_len, q_BTHK"
     assert pages.set_text("see 004-2b.") == 'see <a href="004.html#004-2b">004-2b</a>.'
     assert pages.set_text("see 003-7.2, 2 * 3 * 4") == "see 003-7.2, 2 * 3 * 4"
     latex = "Q = XW_Q,\\quad K = XW_K,\\quad V = XW_V"

@@ -31,14 +31,16 @@ START = "index.html"
 DOCUMENT_PAGES = FolderKind(
     "folder of documents", ("00[0-4].html",), lambda _: ("00[0-4].html", START)
 )
-# A formula between dollars, code between backticks, emphasis between asterisks, the id of an entry.
+# A formula between dollars, code between backticks, emphasis between asterisks, the id of an entry,
+# an exponent, and an index of a single letter.
 MARKED = re.compile(
     r"(?P<dollars>\$\$?)[^$]+(?P=dollars)|`(?P<code>[^`]+)`"
     r"|(?P<stars>\*\*?)(?P<strong>[^\s*](?:[^*]*[^\s*])?)(?P=stars)"
     r"|(?P<id>\b00\d-(?:\d|FF)(?:\.\d)*[a-z]?\b)"
+    r"|(?<=[\w)])\^(?:(?P<exponent>\w+)|\((?P<power>[^()]+)\))"
+    r"|(?<![\w.])(?P<letter>[A-Za-z])_(?P<index>[A-Za-z0-9]{1,2}|model)(?!\w)",
+    re.ASCII,
 )
-
-
 SVG_ID = re.compile(r'(?<=\bid=")|(?<=url\(#)|(?<=href="#)')
 
 
@@ -78,7 +80,9 @@ class DocumentPages:
         )
 
     def set_text(self, text: str) -> Markup:
-        """Return a text as HTML, with its formulas as MathML and the ids of entries as links."""
+        """Return a text as HTML, with its formulas as MathML, the ids of entries as links, and
+        indices and exponents below and above the line.
+        """
         parts = [Markup("")]
         end = 0
         for match in MARKED.finditer(text):
@@ -94,7 +98,11 @@ class DocumentPages:
             return Markup("<code>{}</code>").format(match["code"])
         if match["strong"]:
             return Markup("<em>{}</em>").format(match["strong"])
-        return self._link(match["id"])
+        if match["index"]:
+            return Markup("{}<sub>{}</sub>").format(match["letter"], match["index"])
+        if match["id"]:
+            return self._link(match["id"])
+        return Markup("<sup>{}</sup>").format(match["exponent"] or match["power"])
 
     def _link(self, id: str) -> Markup:
         address = self._addresses.get(id)
