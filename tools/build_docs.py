@@ -288,8 +288,26 @@ def learn_documents(language: str) -> str:
     return table(LEARN_HEADS[language], rows)
 
 
+NOT_COVERED_HEADS = {
+    "en": ("document", "sentence", "not covered, because"),
+    "zh": ("文档", "原句", "未涵盖的原因"),
+}
+
+
+def not_covered(language: str) -> str:
+    """The sentences of the documents without an entry, and why."""
+    from headwise.learn.catalogue import read_toml
+
+    rows = [
+        [f"`{one['document']}`", one["quote"], one[language]]
+        for one in read_toml("not_covered")["sentence"]
+    ]
+    return table(NOT_COVERED_HEADS[language], rows)
+
+
 for language, suffix in (("en", ""), ("zh", "-zh")):
     GENERATORS[f"learn-documents{suffix}"] = partial(learn_documents, language)
+    GENERATORS[f"not-covered{suffix}"] = partial(not_covered, language)
 
 
 @generates

@@ -44,12 +44,12 @@ def read_study_page(name: str, text: str) -> dict[str, Any]:
     for heading, rows in read_tables(text):
         task, _, about = heading.partition(", ")
         of_task = study["tasks"].setdefault(
-            task, {"scores": {}, "comparisons": [], "edits": {}, "heads": {}}
+            task, {"scores": {}, "comparisons": {}, "edits": {}, "heads": {}}
         )
         if not about:
             add_scores(of_task, rows)
         elif about == "planned contrasts":
-            of_task["comparisons"] += [contrast(row) for row in rows]
+            of_task["comparisons"] |= {row["contrast"]: contrast(row) for row in rows}
         elif about.endswith("after edits"):
             of_task["edits"] = {row.pop("variant"): cells_as_numbers(row) for row in rows}
         elif about == "by part and test":
@@ -68,9 +68,9 @@ def read_study_page(name: str, text: str) -> dict[str, Any]:
     study |= {"scale": steps[1], "steps": int(steps[2].replace(",", ""))}
     for task, of_task in study["tasks"].items():
         dots = read_dots(FINDINGS / f"study-{name}-{task}-differences.svg")
-        for one in of_task["comparisons"]:
-            one["seeds"] = dots.get(one["name"], [])
-            one["name_zh"] = in_chinese(one["name"])
+        for comparison, one in of_task["comparisons"].items():
+            one["seeds"] = dots.get(comparison, [])
+            one["zh"] = in_chinese(comparison)
     return study
 
 
@@ -95,8 +95,7 @@ def add_scores(of_task: dict[str, Any], rows: list[dict[str, str]]) -> None:
             if interval and interval[1].startswith("minus "):
                 if numbers:
                     label = {"contrast": f"{variant} {interval[1]}", "difference": cell}
-                    one = contrast(label | {"p": row["p"]})
-                    of_task["comparisons"].append(one)
+                    of_task["comparisons"][label["contrast"]] = contrast(label | {"p": row["p"]})
                 continue
             if numbers and column not in LEFT_OUT:
                 of_task["scores"][variant] |= cells_as_numbers({column: cell})
@@ -112,7 +111,6 @@ def contrast(row: dict[str, str]) -> Cells:
     p = row["p"].replace("&lt;", "<").replace("\\", "")
     number = 0.0 if p.startswith("<") else read_number(p)
     return {
-        "name": row["contrast"],
         "difference": value,
         "low": read_number(ends[1]) if ends else value,
         "high": read_number(ends[2]) if ends else value,

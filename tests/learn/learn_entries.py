@@ -28,13 +28,22 @@ def entries_of(document: str) -> dict[str, Entry]:
     return {entry.id: entry for entry in load_documents([document])[0].entries}
 
 
-# Entries whose numbers have tests of their own: test_measured_layers, test_misconceptions.
+# Entries whose numbers have tests of their own: test_measured_layers, test_misconceptions, and
+# test_layer_experiments and test_stored_findings for the runs of these modules.
 SEPARATE = {"000-1f", "000-1g", "003-4.1c", "003-4.2d", "003-6.6b"}
+OWN_TESTS = ("layer_experiments", "stored_findings")
+
+
+def module_of(entry: Entry) -> str:
+    """The module of the run of an entry; "" if it runs nothing."""
+    run = getattr(entry.run, "func", entry.run)
+    return getattr(run, "__module__", "").rpartition(".")[2]
 
 
 def runnable(document: str, sections: str = "") -> list[str]:
     """Ids of the entries that run something, in sections that start with one of these characters."""
-    ids = {id for id, entry in entries_of(document).items() if entry.run is not None} - SEPARATE
+    entries = entries_of(document).values()
+    ids = {one.id for one in entries if one.run and module_of(one) not in OWN_TESTS} - SEPARATE
     return sorted(id for id in ids if not sections or id.partition("-")[2][0] in sections)
 
 

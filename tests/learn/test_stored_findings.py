@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,10 +23,11 @@ from headwise.learn.stored_findings import (
     draw_study,
     list_claims,
     read_stored,
+    stored_differences,
     stored_values,
-    study_differences,
 )
 from headwise.report.data import Plot
+from learn import learn_entries as learn
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = catalogue.load_entries()
@@ -46,21 +49,21 @@ def test_every_page_of_a_study_is_stored():
 def test_comparisons_are_those_of_the_page(study: str):
     page = " ".join(page_of(study).split())
     for of_task in STUDIES[study]["tasks"].values():
-        for one in of_task["comparisons"]:
+        for name, one in of_task["comparisons"].items():
             low, high = (f"{one[end]:+.3f}" for end in ("low", "high"))
             interval = rf"{one['difference']:+.3f} [(\[]{low}( to |, ){high}[)\]]"
             interval = re.sub(r"(?<!\[)([+.])(?=\d)", r"\\\1", interval)
             # a difference that rounds to zero keeps its sign on the page
             pattern = interval.replace(r"\+0\.000", r"[-+]0\.000")
-            assert re.search(pattern, page), one["name"]
+            assert re.search(pattern, page), name
             assert not one["significant"] or "**" in page or "significant" in page
 
 
 @pytest.mark.parametrize("study", NAMES)
 def test_seeds_average_to_the_difference(study: str):
     for of_task in STUDIES[study]["tasks"].values():
-        for one in of_task["comparisons"]:
-            assert np.mean(one["seeds"]) == pytest.approx(one["difference"], abs=0.002), one["name"]
+        for name, one in of_task["comparisons"].items():
+            assert np.mean(one["seeds"]) == pytest.approx(one["difference"], abs=0.002), name
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -118,21 +121,22 @@ def test_pages_of_documents_have_the_strip_pictures():
     ],
 )
 def test_verdicts_follow_what_is_significant(signs: dict[str, int], verdict: Verdict):
-    outcome = study_differences(study="heads-count", task="copy", expected=signs)
+    expected = {
+        f"studies|heads-count|tasks|copy|comparisons|{name}": one for name, one in signs.items()
+    }
+    outcome = stored_differences(expected=expected)
     assert outcome.verdict == verdict
     assert outcome.numbers["difference_1"] in (-0.296, 0.035)
 
 
 def test_stored_values_are_compared_in_order():
-    place = "heads-count|tasks|copy|scores|{}|accuracy"
+    place = "studies|heads-count|tasks|copy|scores|{}|accuracy"
     values = {name: place.format(name) for name in ("h1", "h32")} | {"chance": 1 / 16}
     order = ["chance", "h32", "h1"]
-    outcome = stored_values(of="studies", values=values, ascending=order)
+    outcome = stored_values(values=values, ascending=order)
     assert dict(outcome.numbers) == {"h1": 0.9051, "h32": 0.4259, "chance": 1 / 16}
     assert outcome.verdict == Verdict.HOLDS
-    assert (
-        stored_values(of="studies", values=values, ascending=order[::-1]).verdict == Verdict.WRONG
-    )
+    assert stored_values(values=values, ascending=order[::-1]).verdict == Verdict.WRONG
 
 
 def test_the_stored_file_is_what_the_tool_writes():
@@ -140,3 +144,90 @@ def test_the_stored_file_is_what_the_tool_writes():
         patch.syspath_prepend(str(ROOT / "tools"))
         stored_studies = import_module("stored_studies")
     assert json.loads(stored_studies.stored_studies()) == STUDIES
+
+
+# --- Entries and the files of measured models -----------------------------------------------------
+
+STORED = {
+    name: json.loads((catalogue.FOLDER / f"stored_{name}.json").read_text(encoding="utf-8"))
+    for name in ("studies", "models", "training")
+}
+READ = [entry for entry in ENTRIES if learn.module_of(entry) == "stored_findings"]
+
+
+def look_up(place: str) -> Any:
+    found: Any = STORED
+    for key in place.split("|"):
+        found = found[key]
+    return found
+
+
+@pytest.mark.parametrize("entry", READ, ids=lambda entry: entry.id)
+def test_entries_print_what_is_stored(entry: catalogue.Entry):
+    arguments = cast(partial[Any], entry.run).keywords
+    expected: dict[str, Any] = {}
+    for number, place in enumerate(arguments.get("expected", ()), 1):
+        expected |= {f"{part}_{number}": value for part, value in look_up(place).items()}
+    for name, place in arguments.get("values", {}).items():
+        expected[name] = look_up(place) if isinstance(place, str) else place
+    result = learn.checked(entry)
+    assert result.verdict == entry.verdict, dict(result.numbers)
+    assert learn.shown_names(entry) <= set(expected)
+    for name, value in result.numbers.items():
+        assert value == expected[name], name
+
+
+def finding(name: str) -> str:
+    return " ".join((ROOT / "docs" / "findings" / f"{name}.md").read_text("utf-8").split())
+
+
+def test_classes_and_relations_are_those_of_the_page():
+    page, minilm = finding("minilm"), STORED["models"]["minilm"]
+    for name, count in minilm["classes"].items():
+        assert f"{count} {name}" in page
+    for relation, shown in (("obj", "0.70"), ("aux", "0.78")):
+        value = minilm["relations"][relation]["value"]
+        assert f"governor of {relation} in {value:.2f}" in page
+        assert f"{value:.2f}" == shown
+    assert minilm["sentences"] == 500
+    assert minilm["found"] == sum(one["found"] for one in minilm["relations"].values())
+
+
+def test_numbers_of_the_translator_are_those_of_the_page():
+    page, stored = finding("translator"), STORED["models"]["translator"]
+    part = page[page.index("The 48 encoder heads alone: heads removed") :]
+    assert f"{stored['loo']} by leave-one-out" in part
+    assert f"{stored['michel']} by michel" in part
+    assert f"{stored['random_low']} to {stored['random_high']} by random" in part
+    assert f"{stored['gates']} by gates" in part
+    for name in ("encoder", "decoder", "cross"):
+        assert f"{name} +{stored[name]:.3f}" in page
+
+
+def test_pages_of_other_models_have_the_stored_numbers():
+    vision, speech = (STORED["models"][name] for name in ("vision", "speech"))
+    assert f"column | {vision['column_heads']:.0f} | {vision['column_drift']:.4f}" in finding(
+        "dinov2"
+    )
+    assert f"{speech['found']:.0f} of the {speech['listed']:.0f} heads" in finding("whisper")
+    assert f"curve is {speech['auc']:.3f}" in finding("whisper")
+
+
+def test_subspaces_and_sizes_follow_from_formulas():
+    models = STORED["models"]
+    assert models["minilm"]["subspaces"]["chance"] == 32 / 384
+    assert models["variants"]["vanilla"]["numbers_512"] == 4 * 512**2
+    assert models["variants"]["vanilla"]["numbers_32768"] == 4 * 32768**2
+    assert models["variants"]["flash"]["numbers_4096"] == 64 * 4096
+    assert models["dates"]["uniform"] == pytest.approx(np.log(63))
+
+
+def test_losses_of_the_curve_are_measured_again():
+    """Half of the shared channels: what 002-FF.2 computes on the same model."""
+    reduced = next(entry for entry in ENTRIES if entry.id == "002-FF.2").check().numbers["reduced"]
+    assert STORED["models"]["dates"]["curve"]["2"] == pytest.approx(float(reduced), rel=1e-3)
+
+
+def test_chance_of_the_own_token_is_that_of_uniform_causal_attention():
+    chance = np.tril(np.ones((64, 64))) / np.arange(1, 65)[:, None]
+    assert STORED["training"]["heads"]["chance"] == pytest.approx(np.diag(chance).mean())

@@ -224,7 +224,7 @@ def format_list(documents: Sequence[Document], language: str) -> str:
         lines += ["", f"{document.id}  {document.title.fill(language, {})}", ""]
         for entry in document.entries:
             rows = f" ({words.items(entry.rows)})" if entry.rows else ""
-            head = f"{pad(entry.id, 12)}{pad(words.verdict(entry.verdict), 11)}"
+            head = f"{pad(entry.id, 12)}{pad(words.verdict(entry.verdict), 14)}"
             lines.append(f"{head}{pad(entry.topic, 20)} {entry.line.fill(language, {})}{rows}")
     return "\n".join(lines[1:])
 

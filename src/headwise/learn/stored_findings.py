@@ -11,6 +11,7 @@ from functools import cache, reduce
 from itertools import pairwise
 from operator import getitem
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..report.data import Estimate, Figure
@@ -18,12 +19,13 @@ from .catalogue import Number, Outcome, Text, Verdict, judge, read_toml
 from .language import localise
 from .matrix_figures import draw_strips
 
+NO_VALUES: Mapping[str, str] = MappingProxyType({})
 MOST_COMPARISONS = 12  # of a study with more, only the significant ones are listed
 
 
 @cache
 def read_stored(name: str) -> Any:
-    """The stored results of "studies" or "models"."""
+    """The stored results of "studies", of "models", or of small experiments in "training"."""
     path = Path(__file__).with_name(f"stored_{name}.json")
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -37,10 +39,10 @@ def list_claims(study: str, language: str) -> Iterator[str]:
         scores = (", " if language == "en" else "、").join(values)
         yield sentences["scores"].fill(language, {"task": task, "scores": scores, "metric": metric})
         shown = _shown_comparisons(stored["comparisons"])
-        for one in shown:
-            name = one["name" if language == "en" else "name_zh"]
+        for name, one in shown.items():
             verdict = localise("significant" if one["significant"] else "not significant")
-            numbers = {"task": task, "name": name, "verdict": verdict}
+            named = name if language == "en" else one["zh"]
+            numbers = {"task": task, "name": named, "verdict": verdict}
             yield sentences["difference"].fill(language, {**one, **numbers})
         others = len(stored["comparisons"]) - len(shown)
         if others:
@@ -51,38 +53,45 @@ def draw_study(study: str, language: str) -> Iterator[Figure]:
     """The strip picture of each task: the difference of every seed, and means with intervals."""
     for task, stored in read_stored("studies").get(study, {"tasks": {}})["tasks"].items():
         rows: dict[str, tuple[Sequence[float], Estimate]] = {}
-        for one in _shown_comparisons(stored["comparisons"]):
-            name = one["name" if language == "en" else "name_zh"]
+        for name, one in _shown_comparisons(stored["comparisons"]).items():
+            named = name if language == "en" else one["zh"]
             mean = Estimate(one["difference"], one["low"], one["high"])
-            rows[f"{name} *" if one["significant"] else name] = (one["seeds"], mean)
+            rows[f"{named} *" if one["significant"] else named] = (one["seeds"], mean)
         if rows:
             title = f"{task}: {localise('differences of every seed (*: significant)')}"
             yield draw_strips(title, rows)
 
 
-def _shown_comparisons(comparisons: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _shown_comparisons(comparisons: Mapping[str, Any]) -> dict[str, Any]:
     is_short = len(comparisons) <= MOST_COMPARISONS
-    return [one for one in comparisons if is_short or one["significant"]]
+    return {name: one for name, one in comparisons.items() if is_short or one["significant"]}
 
 
 # --- Runs of entries ------------------------------------------------------------------------------
 
 
-def study_differences(*, study: str, task: str, expected: Mapping[str, int]) -> Outcome:
-    """Stored comparisons of a study, each with the sign that the statement expects.
+def read_place(place: str) -> Any:
+    """A stored result by its place, such as "models|minilm|heads"."""
+    name, *keys = place.split("|")
+    return reduce(getitem, keys, read_stored(name))
+
+
+def stored_differences(
+    *, expected: Mapping[str, int], values: Mapping[str, str] = NO_VALUES
+) -> Outcome:
+    """Stored comparisons by their places, each with the sign that the statement expects, and
+    further values.
 
     The statement holds if all are significant with this sign, is wrong if one is significant with
     the other sign, and is not resolved if none is significant.
     """
-    stored = read_stored("studies")[study]["tasks"][task]["comparisons"]
-    by_name = {one["name"]: one for one in stored}
-    numbers: dict[str, Number] = {}
-    signs: list[int] = []
-    for place, (name, sign) in enumerate(expected.items(), 1):
-        one = by_name[name]
+    numbers: dict[str, Number] = {name: read_place(place) for name, place in values.items()}
+    signs: set[int] = set()
+    for place, (path, sign) in enumerate(expected.items(), 1):
+        one = read_place(path)
         numbers |= {f"{part}_{place}": one[part] for part in ("difference", "low", "high", "p")}
         agrees = 1 if one["difference"] * sign > 0 else -1
-        signs.append(agrees if one["significant"] else 0)
+        signs.add(agrees if one["significant"] else 0)
     if -1 in signs:
         return Outcome(Verdict.WRONG, numbers)
     if 1 not in signs:
@@ -90,16 +99,14 @@ def study_differences(*, study: str, task: str, expected: Mapping[str, int]) -> 
     return Outcome(Verdict.HOLDS_IF if 0 in signs else Verdict.HOLDS, numbers)
 
 
-def stored_values(
-    *, of: str, values: Mapping[str, str | float], ascending: Sequence[str]
-) -> Outcome:
-    """Stored numbers by their places, such as "minilm|heads"; the statement holds if those of
-    `ascending` ascend. A value that is a number itself is a bound.
+def stored_values(*, values: Mapping[str, str | float], ascending: Sequence[str]) -> Outcome:
+    """Stored numbers by their places; the statement holds if those of `ascending` ascend.
+
+    A value that is a number itself is a bound.
     """
-    numbers: dict[str, Number] = {}
-    for name, place in values.items():
-        numbers[name] = (
-            reduce(getitem, place.split("|"), read_stored(of)) if isinstance(place, str) else place
-        )
+    numbers = {
+        name: read_place(place) if isinstance(place, str) else place
+        for name, place in values.items()
+    }
     ordered = [float(numbers[name]) for name in ascending]
     return judge(all(low < high for low, high in pairwise(ordered)), **numbers)
