@@ -29,7 +29,7 @@ def log_probs(net: nn.Module) -> np.ndarray:
     rows = list[np.ndarray]()
     for tensors in INPUTS:
         with torch.no_grad():
-            logits = array(net(tensors["x"], source=tensors["source"])[0])
+            logits = array(net(tensors["x"], source=tensors["source"]).flatten(0, 1))
         rows.append(
             logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
         )
@@ -94,23 +94,18 @@ def ranks() -> dict:
         for tensors in INPUTS:
             found = list[np.ndarray]()
             hook = net.get_submodule("encoder.2").register_forward_hook(
-                lambda *args, to=found: to.append(array(args[2])[0])
+                lambda *args, to=found: to.extend(array(args[2]))
             )
             with torch.no_grad():
                 net(**tensors)
             hook.remove()
-            values = np.linalg.svd(found[0], compute_uv=False)
-            share = values / values.sum()
-            cosines = np.corrcoef(found[0]) * 0 + found[0] @ found[0].T / np.outer(
-                *[np.linalg.norm(found[0], axis=1)] * 2
-            )
-            off = cosines[~np.eye(len(cosines), dtype=bool)]
-            rows.append(
-                (
-                    float(np.exp(-(share * np.log(share)).sum())) / min(found[0].shape),
-                    float(off.mean()),
-                )
-            )
+            for states in found:
+                values = np.linalg.svd(states, compute_uv=False)
+                share = values / values.sum()
+                norms = np.linalg.norm(states, axis=1)
+                cosines = states @ states.T / np.outer(norms, norms)
+                rank = float(np.exp(-(share * np.log(share)).sum())) / min(states.shape)
+                rows.append((rank, float(cosines[~np.eye(len(cosines), dtype=bool)].mean())))
         numbers |= {
             f"rank_{name}": np.mean([row[0] for row in rows]),
             f"cosine_{name}": np.mean([row[1] for row in rows]),
@@ -119,19 +114,47 @@ def ranks() -> dict:
 
 
 def collaborative() -> dict:
-    return {"width": 96, "channels": 48}
+    def no_scores(_: str, attention: nn.Module) -> None:
+        attention.get_parameter("project.q").zero_()
+
+    return {"width": 96, "channels": 48, "none": change_of(no_scores, "cross")}
+
+
+def text_changes(site: str, kv: int, choose: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
+    """Mean relative entropy of every text if one attention has keys and values of its groups."""
+    net = copy.deepcopy(NET)
+    weights = net.get_submodule(site)
+    with torch.no_grad():
+        for name in ("k", "v"):
+            weight = weights.get_parameter(f"project.{name}")
+            groups = weight.unflatten(0, (kv, HEADS // kv, -1))
+            weight.copy_(
+                torch.stack([choose(group).expand_as(group) for group in groups]).flatten(0, 2)
+            )
+    terms = (np.exp(BEFORE) * (BEFORE - log_probs(net))).sum(-1)
+    counts = [tensors["x"].shape for tensors in INPUTS]
+    rows = np.split(terms, np.cumsum([texts * tokens for texts, tokens in counts])[:-1])
+    return np.concatenate(
+        [row.reshape(shape).mean(1) for row, shape in zip(rows, counts, strict=True)]
+    )
 
 
 def pooling() -> dict:
-    numbers = {"uniform": float(np.log(BEFORE.shape[-1]))}
+    numbers = {"texts": 64}
     for name, kv in (("most", 3), ("least", 1)):
-        numbers[f"mean_{name}"] = grouped(kv, lambda group: group.mean(0, keepdim=True))
-        numbers[f"first_{name}"] = grouped(kv, lambda group: group[:1])
-    return numbers
+        mean, first = (
+            np.mean([text_changes(site, kv, choose) for site in SITES], 0)
+            for choose in (lambda group: group.mean(0, keepdim=True), lambda group: group[:1])
+        )
+        half = 1.998 * (first - mean).std(ddof=1) / 8
+        gain = (first - mean).mean()
+        numbers |= {f"mean_{name}": mean.mean(), f"first_{name}": first.mean()}
+        numbers |= {f"low_{name}": gain - half, f"high_{name}": gain + half}
+    return {name: pytest.approx(value, rel=1e-4) for name, value in numbers.items()}
 
 
 def alignment() -> dict:
-    return {"plain": grouped(3, lambda group: group.mean(0, keepdim=True))}
+    return {"plain": grouped(3, lambda group: group.mean(0, keepdim=True)), "texts": 64}
 
 
 def rotated(x: np.ndarray) -> np.ndarray:
@@ -150,7 +173,7 @@ def channels() -> dict:
     for layer in range(3):
         attention, states = NET.get_submodule(f"encoder.{layer}.attention"), list[np.ndarray]()
         hook = attention.register_forward_pre_hook(
-            lambda _, args, to=states: to.append(array(args[0])[0])
+            lambda _, args, to=states: to.extend(array(args[0]))
         )
         log_probs(NET)
         hook.remove()
@@ -267,7 +290,12 @@ def removals() -> dict:
         )
         for site in SITES
     ]
+
+    def no_head(_: str, attention: nn.Module) -> None:
+        attention.get_parameter("output.o").zero_()
+
     counts = {"heads": 54, "below": sum(change < 0.1 for change in alone), "layers": 9}
+    counts |= {"texts": 64, "without_all": change_of(no_head)}
     return counts | {
         "largest": max(alone),
         "with_one": sum(change < 0.1 for change in kept),
@@ -295,7 +323,10 @@ def test_numbers_and_verdict(id: str):
         ENTRIES[id],
         COMPUTED,
         globals(),
-        counted_elsewhere={"002-FF.2": {"whole", "reduced"}, "002-FF.4": {"aligned", "before"}},
+        counted_elsewhere={
+            "002-FF.2": {"whole", "reduced", "third", "quarter", "sixth"},
+            "002-FF.4": {"aligned", "before"},
+        },
     )
 
 
@@ -304,18 +335,22 @@ def test_a_smaller_shared_space_is_as_good_as_its_singular_values():
     W_K.
     """
 
-    def truncate(_: str, attention: nn.Module) -> None:
-        weights = dict(attention.named_parameters())
-        q, k = (weights[f"project.{name}"].clone() for name in "qk")
-        products = torch.cat(
-            [q[16 * h : 16 * h + 16].T @ k[16 * h : 16 * h + 16] for h in range(HEADS)]
-        )
-        basis = torch.linalg.svd(products, full_matrices=False)[2][:48]
-        weights["project.k"].copy_(k @ basis.T @ basis)
+    def truncate(channels: int) -> Callable[[str, nn.Module], None]:
+        def edit(_: str, attention: nn.Module) -> None:
+            weights = dict(attention.named_parameters())
+            q, k = (weights[f"project.{name}"].clone() for name in "qk")
+            products = torch.cat(
+                [q[16 * h : 16 * h + 16].T @ k[16 * h : 16 * h + 16] for h in range(HEADS)]
+            )
+            basis = torch.linalg.svd(products, full_matrices=False)[2][:channels]
+            weights["project.k"].copy_(k @ basis.T @ basis)
+
+        return edit
 
     numbers = learn.checked(ENTRIES["002-FF.2"]).numbers
-    assert numbers["whole"] < 1e-12
-    assert numbers["reduced"] == pytest.approx(change_of(truncate, "cross"), abs=1e-5)
+    assert abs(numbers["whole"]) < 1e-12
+    for name, channels in (("reduced", 48), ("third", 32), ("quarter", 24), ("sixth", 16)):
+        assert numbers[name] == pytest.approx(change_of(truncate(channels), "cross"), abs=1e-4)
 
 
 def test_an_alignment_keeps_the_function_and_most_of_the_outputs():

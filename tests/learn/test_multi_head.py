@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import headwise as hw
 from headwise.attention.attention import Attention
 from headwise.learn.measured_layers import make_layer, sample
 from headwise.learn.multi_head_analysis import STORED_HEADS
+from headwise.learn.translator_runs import measure_translator
 from headwise.observe import bundled_sample
 from headwise.observe.head_analysis.head_circuits import make_random_baseline
 from learn import learn_entries as learn
@@ -60,34 +62,19 @@ def coupling() -> dict:
     return {"coupling": float(np.abs(2 * weight[:, :4].T @ weight[:, 4:8]).max())}
 
 
-def layers_of_the_trace() -> list[tuple[str, np.ndarray, bool]]:
-    """Site, weights [head, query, key] from queries and keys of the trace, and whether the layer is
-    causal.
-    """
-    trace, layers = bundled_sample.load_sample_trace(), []
-    for layer in trace.layers:
-        heads = [
-            np.asarray(trace.head_weights(layer.name, head), dtype=float)
-            for head in range(layer.heads)
-        ]
-        layers.append(
-            (layer.name, np.stack(heads), layer.kind == "attention" and layer.stack == "decoder")
-        )
-    return layers
-
-
 def support() -> dict:
     shares, uniform = [], []
-    for _, heads, causal in layers_of_the_trace():
-        count = heads.shape[2]
-        for rows in heads:
-            for number, row in enumerate(rows):
-                visible = number + 1 if causal else count
-                sums = np.cumsum(np.sort(row)[::-1])
-                shares.append((np.argmax(sums >= 0.9 - 1e-6) + 1) / visible / len(rows))
-                uniform.append(math.ceil(0.9 * visible - 1e-6) / visible / len(rows))
-    numbers = {"support": float(np.sum(shares) / 54), "uniform": float(np.sum(uniform) / 54)}
-    return {name: pytest.approx(value, rel=1e-3) for name, value in numbers.items()} | {"heads": 54}
+    for site, batches in learn.translator_weights().items():
+        for weights in batches:
+            count = weights.shape[3]
+            is_causal = "decoder" in site and not site.endswith("cross")
+            visible = 1 + np.arange(count) if is_causal else np.full(weights.shape[2], count)
+            sums = np.cumsum(np.sort(weights)[..., ::-1], -1)
+            needed = np.argmax(sums >= 0.9 - 1e-6, -1) + 1
+            shares.append((needed / visible).mean())
+            uniform.append((np.ceil(0.9 * visible - 1e-6) / visible).mean())
+    numbers = {"support": float(np.mean(shares)), "uniform": float(np.mean(uniform))}
+    return numbers | {"heads": 54, "texts": 64}
 
 
 def intensities() -> dict:
@@ -182,42 +169,43 @@ def own_weight() -> dict:
     return numbers
 
 
-def stored_shares() -> list[tuple[str, float]]:
-    """Layer and positional share of each self-attention head, from the stored measures."""
-    return [
-        (f"{head['stack']}_{head['layer']}", head["measures"]["positional_share"]["value"])
-        for head in SAMPLE["heads"]
-        if head["kind"] == "attention"
-    ]
+def self_attention() -> list[Any]:
+    return [head for head in measure_translator().heads if head.kind == "attention"]
+
+
+def has_role(head: Any) -> bool:
+    return [one.name for one in head.classes[:1]] not in ([], ["unclear"])
 
 
 def positional() -> dict:
-    shares = [share for _, share in stored_shares()]
+    shares = [head.measures["positional_share"].value for head in self_attention()]
     return {
         "fixed": sum(share > 0.5 for share in shares),
-        "heads": len(shares),
+        "heads": 36,
         "mean": float(np.mean(shares)),
+        "named": sum(map(has_role, self_attention())),
+        "texts": 64,
     }
 
 
 def by_depth() -> dict:
-    names = ("encoder_0", "encoder_2", "decoder_0", "decoder_2")
-    return {
-        name: float(np.mean([share for layer, share in stored_shares() if layer == name]))
-        for name in names
+    shares = dict[str, list[float]]()
+    for head in self_attention():
+        value = head.measures["positional_share"].value
+        shares.setdefault(f"{head.stack}_{head.layer}", []).append(value)
+    return {name: float(np.mean(values)) for name, values in shares.items() if "1" not in name} | {
+        "texts": 64
     }
 
 
 def spreads() -> dict:
-    numbers = {}
+    numbers = {"texts": 64}
     for number, name in enumerate(("first", "second", "third")):
-        heads = next(
-            weights
-            for site, weights, _ in layers_of_the_trace()
-            if site == f"encoder.{number}.attention"
-        )
-        value = (entropy(heads.mean(0)).mean() - entropy(heads).mean()) / math.log(6)
-        numbers[name] = pytest.approx(float(value), abs=1e-6)
+        rows = [
+            (entropy(weights.mean(1)) - entropy(weights).mean(1)).ravel() / math.log(6)
+            for weights in learn.translator_weights()[f"encoder.{number}.attention"]
+        ]
+        numbers[name] = float(np.concatenate(rows).mean())
     return numbers
 
 
@@ -238,11 +226,20 @@ def chains() -> dict:
 
 
 def roles() -> dict:
-    first = [
-        head["classes"][0]["name"] if head["classes"] else "unclear" for head in SAMPLE["heads"]
+    heads = measure_translator().heads
+    kinds = {head.classes[0].name for head in heads if has_role(head)}
+    named = sum(map(has_role, heads))
+    return {"named": named, "heads": 54, "kinds": len(kinds), "texts": 64}
+
+
+def test_roles_over_fewer_texts_are_mostly_those_of_the_stored_measures():
+    stored = {(head["site"], head["head"]): head["classes"] for head in SAMPLE["heads"]}
+    equal = [
+        head.classes[0].name == stored[head.site, head.head][0]["name"]
+        for head in measure_translator().heads
+        if has_role(head)
     ]
-    named = [name for name in first if name != "unclear"]
-    return {"named": len(named), "heads": 54, "kinds": len(set(named))}
+    assert np.mean(equal) > 0.6
 
 
 def far_keys() -> dict:
@@ -251,12 +248,16 @@ def far_keys() -> dict:
 
 
 def own_tokens() -> dict:
-    measures = [head["measures"]["self"] for head in SAMPLE["heads"] if head["kind"] == "attention"]
-    modest = [one for one in measures if one["value"] / one["chance"] <= 2]
+    heads = self_attention()
+    ratios = [head.measures["self"].value / head.measures["self"].chance for head in heads]
+    roles = [has_role(head) and head.classes[0].name != "self" for head in heads]
+    named = [role and ratio <= 2 for role, ratio in zip(roles, ratios, strict=True)]
     return {
-        "modest": len(modest),
-        "heads": len(measures),
-        "most": max(one["value"] for one in measures),
+        "modest": sum(ratio <= 2 for ratio in ratios),
+        "heads": 36,
+        "named": sum(named),
+        "most": max(head.measures["self"].value for head in heads),
+        "texts": 64,
     }
 
 
@@ -326,14 +327,18 @@ COMPUTED = {
     "002-2.6e": spreads,
     "002-2.6h": heads_left,
     "002-2.6l": gallery,
-    "002-2.7b": learn.noisy_heads,
+    "002-2.7b": dict,
 }
 
 
 @pytest.mark.parametrize("id", learn.runnable("002", "012"))
 def test_numbers_and_verdict(id: str):
+    trained = {"few", "many", "clean_few", "clean_many"}  # test_short_documents
     learn.check_numbers(
-        ENTRIES[id], COMPUTED, globals(), counted_elsewhere={"002-2.5": {"shared_flops"}}
+        ENTRIES[id],
+        COMPUTED,
+        globals(),
+        counted_elsewhere={"002-2.5": {"shared_flops"}, "002-2.7b": trained},
     )
 
 

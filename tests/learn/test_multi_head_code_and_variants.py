@@ -4,9 +4,7 @@ changes it.
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +13,11 @@ import torch
 import headwise as hw
 from headwise.learn import head_variants, multi_head_code
 from headwise.learn.measured_layers import make_layer, sample
-from headwise.observe import bundled_sample
+from headwise.learn.translator_runs import measure_translator
 from learn import learn_entries as learn
 from learn.learn_entries import array, softmax
 
 ENTRIES = learn.entries_of("002")
-SAMPLE = json.loads(Path(bundled_sample.MEASURES).read_text())
 
 
 def hidden_row() -> dict:
@@ -60,14 +57,13 @@ def composed_cost() -> dict:
 
 
 def cross_alignment() -> dict:
-    """From the stored measures: heads whose classes include alignment, and the best 1 - AER of both
-    conventions.
-    """
-    heads = [head for head in SAMPLE["heads"] if head["site"].endswith("cross")]
-    scores = [head["measures"][f"alignment {row}"] for head in heads for row in ("input", "target")]
-    best = max(scores, key=lambda score: score["value"])
-    aligned = sum("alignment" in {one["name"] for one in head["classes"]} for head in heads)
-    return {"aligned": aligned, "heads": 18, "best": best["value"], "chance": best["chance"]}
+    """Heads whose classes include alignment, and the best 1 - AER of both conventions."""
+    heads = [head for head in measure_translator().heads if head.site.endswith("cross")]
+    scores = [head.measures[f"alignment {row}"] for head in heads for row in ("input", "target")]
+    best = max(scores, key=lambda score: score.value)
+    aligned = sum("alignment" in {one.name for one in head.classes} for head in heads)
+    numbers = {"aligned": aligned, "heads": 18, "texts": 64}
+    return numbers | {"best": best.value, "chance": best.chance}
 
 
 def balance() -> dict:

@@ -12,7 +12,6 @@ import torch
 
 import headwise as hw
 from headwise.learn.measured_layers import make_layer, sample
-from headwise.observe.bundled_sample import load_sample_trace
 from learn import learn_entries as learn
 from learn.learn_entries import array, entropy, softmax
 
@@ -63,21 +62,19 @@ def largest_singular_values() -> dict:
 
 
 def distances() -> dict:
-    trace = load_sample_trace()
-    means = []
-    for head in range(6):
-        weights = np.asarray(trace.head_weights("encoder.2.attention", head), dtype=float)
-        means.append(
-            sum(w * abs(t - s) for t, row in enumerate(weights) for s, w in enumerate(row))
-            / len(weights)
-        )
-    n = len(weights)
+    sums, even = np.zeros(6), 0.0
+    for weights in learn.translator_weights()["encoder.2.attention"]:
+        places = np.arange(weights.shape[-1])
+        distance = np.abs(places[:, None] - places)
+        sums += (weights * distance).sum((0, 2, 3))
+        even += len(weights) * distance.mean() * len(places)
+    rows = sum(w.shape[0] * w.shape[2] for w in learn.translator_weights()["encoder.2.attention"])
     return {
-        "near": min(means),
-        "far": max(means),
+        "near": float(min(sums) / rows),
+        "far": float(max(sums) / rows),
         "heads": 6,
-        "tokens": n,
-        "chance": (n * n - 1) / (3 * n),
+        "texts": 64,
+        "chance": float(even / rows),
     }
 
 
@@ -134,7 +131,7 @@ SIZES = "queries and keys need equal channels, keys and values equal other sizes
 
 COMPUTED = {
     "001-3": diversity,
-    "001-3b": learn.noisy_heads,
+    "001-3b": dict,
     "001-3e": distances,
     "001-4e": largest_singular_values,
     "001-4": saturation,
@@ -148,4 +145,12 @@ COMPUTED = {
 
 @pytest.mark.parametrize("id", learn.runnable("001") + learn.runnable("004"))
 def test_numbers_and_verdict(id: str):
-    learn.check_numbers(ENTRIES[id], COMPUTED, globals())
+    trained = set(learn.checked(ENTRIES["001-3b"]).numbers) if id == "001-3b" else set()
+    learn.check_numbers(ENTRIES[id], COMPUTED, globals(), counted_elsewhere={id: trained})
+
+
+def test_trained_heads_lose_by_noise_and_by_too_few_texts():
+    numbers = learn.checked(ENTRIES["001-3b"]).numbers
+    assert numbers["clean_many"] == pytest.approx(1 - numbers["gap_many"], abs=1e-9)
+    for name in ("few", "many"):
+        assert 1 / 4 < numbers[name] < numbers[f"clean_{name}"] < 1

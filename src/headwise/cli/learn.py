@@ -98,7 +98,8 @@ LISTED = ("id", "document", "topic", "quote_zh", "line_en", "line_zh", "command"
 def _listed(entry: Entry) -> dict[str, Any]:
     values = {name: getattr(entry, name) for name in LISTED}
     values |= {"kind": entry.kind.value, "state": entry.verdict.value}
-    return values | {"rows": list(entry.rows), "study": entry.study or None}
+    values |= {"rows": list(entry.rows), "study": entry.study or None}
+    return values | {"arithmetic": entry.arithmetic}
 
 
 def _checked(entry: Entry, result: Result) -> dict[str, Any]:

@@ -5,6 +5,9 @@ the listing.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import product
 from statistics import linear_regression
 
 import torch
@@ -51,7 +54,14 @@ def compare_with_recurrence(*, tokens: int = 4096, model: int = 512) -> Outcome:
     }
     numbers |= {"gru_path": gru.path, "attention_flops": attention.flops, "gru_flops": gru.flops}
     numbers |= {"dearer": gru.dearer or 0, "tokens": tokens, "model": model}
-    return judge_condition(attention.flops > gru.flops, (gru.dearer or 1) <= 1, **numbers)
+    work = 8 * tokens * model**2 + 4 * tokens**2 * model
+    is_counted = (attention.flops, gru.flops) == (work, 12 * tokens * model**2)
+    has_steps = (attention.serial, attention.path, gru.serial, gru.path) == (1, 1, tokens, tokens)
+    return judge_condition(
+        attention.flops > gru.flops and is_counted and has_steps,
+        gru.dearer != model + 1,
+        **numbers,
+    )
 
 
 def stream_of_keys(*, rescale: bool = True) -> Outcome:
@@ -68,7 +78,13 @@ def stream_of_keys(*, rescale: bool = True) -> Outcome:
     gru = make_gru(5)
     changed = largest_difference(gru_steps(gru, k)[-1], gru_steps(gru, k.flip(0))[-1])
     random_access = max(streamed, permuted) > 1e-12
-    return judge(random_access, streamed=streamed, permuted=permuted, gru=changed)
+    return judge(
+        random_access,
+        corrected=changed > 1e-3,
+        streamed=streamed,
+        permuted=permuted,
+        gru=changed,
+    )
 
 
 def _stream(q: Tensor, k: Tensor, v: Tensor, rescale: bool) -> Tensor:
@@ -101,7 +117,15 @@ def inductive_bias(*, pattern: str = "full()") -> Outcome:
     attention = largest_difference(layer(x[None, order])[0], layer(x[None])[0, order])
     convolution = largest_difference(convolve(x[order]), convolve(x)[order])
     shifted = largest_difference(convolve(x.roll(2, 0)), convolve(x).roll(2, 0))
-    return judge(attention > 1e-9, attention=attention, convolution=convolution, shifted=shifted)
+    causal = make_layer(design(model=8, heads=2, pattern="causal()"))
+    broken = largest_difference(causal(x[None, order])[0], causal(x[None])[0, order])
+    return judge(
+        attention > 1e-9,
+        corrected=max(attention, shifted) < 1e-12 < min(convolution, broken),
+        attention=attention,
+        convolution=convolution,
+        shifted=shifted,
+    )
 
 
 def shared_by_positions(*, pattern: str = "full()") -> Outcome:
@@ -113,7 +137,13 @@ def shared_by_positions(*, pattern: str = "full()") -> Outcome:
     x = sample(1, 5, 16)
     jacobian = torch.func.jacrev(lambda x: layer(x[None])[0, 0])(x).detach()
     other = float(jacobian[:, 1:].abs().max())
-    return judge(other < 1e-12, parameters=costs.count_parameters(spec), other=other)
+    parameters = costs.count_parameters(spec)
+    return judge(
+        other < 1e-12,
+        corrected=parameters == 4 * 16**2 and other > 1e-3,
+        parameters=parameters,
+        other=other,
+    )
 
 
 def receptive_field(*, kernel: int = 3, tokens: int = 4096) -> Outcome:
@@ -124,7 +154,8 @@ def receptive_field(*, kernel: int = 3, tokens: int = 4096) -> Outcome:
     convolution = layers["convolution"].path
     attention = layers["self-attention"].path
     numbers = {"dilated": layers["dilated convolution"].path, "tokens": tokens}
-    holds = convolution > attention == 1
+    is_reached = convolution == -(-(tokens - 1) // (kernel - 1)) > numbers["dilated"]
+    holds = is_reached and attention == 1
     return judge(holds, convolution=convolution, attention=attention, **numbers)
 
 
@@ -134,38 +165,57 @@ def linear_attention(*, spread: float = 1.0) -> Outcome:
 
     `spread` scales queries and keys; at 0 all weights are uniform.
     """
-    q, k, v = samples((9, 8), (9, 8), (9, 4))
-    q = q * spread
-    k = k * spread
-    exact = attend(q, k, v)[0]
-    features_q = F.elu(q / 8**0.25) + 1
-    features_k = F.elu(k / 8**0.25) + 1
-    weights = features_q @ features_k.T
-    linear = largest_difference(weights / weights.sum(-1, keepdim=True) @ v, exact)
+    x = sample(1, 1, 9, 16)
+    weights = make_layer(design(model=16, heads=2)).state_dict()
+    weights |= {name: weights[name] * spread / 2 for name in ("project.q", "project.k")}
+    exact = head_outputs("", weights, x)
+    linear = largest_difference(head_outputs(ELU, weights, x), exact)
     numbers = {"linear": linear}
     for draws in (64, 16384):
-        numbers[f"performer_{draws}"] = largest_difference(_performer(q, k, v, draws), exact)
-    streamed = torch.stack([_stream(query, k, v, True) for query in q])
-    numbers["flash"] = largest_difference(streamed, exact)
-    converges = numbers["performer_16384"] < numbers["performer_64"]
-    return judge(linear < 0.01 or not converges, **numbers)
+        favor = PERFORMER.format(draws=draws, seed=7)
+        numbers[f"performer_{draws}"] = largest_difference(head_outputs(favor, weights, x), exact)
+    q, k, v = _project_heads(weights, x)
+    errors = []
+    for head in range(2):
+        streamed = torch.stack([_stream(query, k[head], v[head], True) for query in q[head]])
+        errors.append(largest_difference(streamed, exact[0, :, head]))
+    numbers["flash"] = max(errors)
+    converges = numbers["performer_16384"] < 0.5 * numbers["performer_64"]
+    return judge(
+        linear < 0.01,
+        corrected=linear_error(weights, x) < 1e-12 and converges and numbers["flash"] < 1e-12,
+        **numbers,
+    )
 
 
-def _performer(q: Tensor, k: Tensor, v: Tensor, draws: int) -> Tensor:
-    """Attention with positive random features exp(w.x - |x|^2 / 2) (2009.14794)."""
-    directions = sample(7, draws, q.shape[-1])
-    q = q / q.shape[-1] ** 0.25
-    k = k / k.shape[-1] ** 0.25
-    maps = [torch.exp(x @ directions.T - x.square().sum(-1, keepdim=True) / 2) for x in (q, k)]
-    weights = maps[0] @ maps[1].T
-    return weights / weights.sum(-1, keepdim=True) @ v
+ELU = 'similarity = {part = "FeatureMap"}\nnormaliser = {part = "SumNormaliser"}'
+PERFORMER = """similarity = {{part = "FeatureMap", kind = "favor", draws = {draws}, seed = {seed}}}
+normaliser = {{part = "SumNormaliser"}}"""
+
+
+def head_outputs(lines: str, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The head outputs of a layer with 2 heads of 8 channels, these weights and these parts."""
+    layer = Attention(from_toml(f"model = 16\nheads = {{q = 2, dim = 8}}\n{lines}")).double()
+    layer.load_state_dict(weights, strict=False)  # all but the directions of the features
+    return layer.head_outputs(x).detach()
+
+
+def _project_heads(weights: Mapping[str, Tensor], x: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values [heads, tokens, channels] of one text."""
+    projected = (x[0] @ weights[f"project.{side}"].T for side in "qkv")
+    return tuple(each.unflatten(-1, (2, -1)).transpose(0, 1) for each in projected)
+
+
+def linear_error(weights: Mapping[str, Tensor], x: Tensor) -> float:
+    """Error of linear attention from its formula, phi(q) sum phi(k) v over phi(q) sum phi(k)."""
+    q, k, v = _project_heads(weights, x)
+    phi_q, phi_k = (F.elu(side) + 1 for side in (q, k))
+    total = phi_q @ phi_k.sum(1, keepdim=True).mT
+    written = (phi_q @ (phi_k.mT @ v) / total).transpose(0, 1)
+    return largest_difference(written, head_outputs(ELU, weights, x)[0])
 
 
 DRAWS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-PERFORMER = """model = 16
-heads = {{q = 2, dim = 8}}
-similarity = {{part = "FeatureMap", kind = "favor", draws = {draws}, seed = {seed}}}
-normaliser = {{part = "SumNormaliser"}}"""
 
 
 def performer_errors(*, samples: int = 16, draws: tuple[int, ...] = DRAWS) -> dict[int, float]:
@@ -185,13 +235,8 @@ def performer_errors(*, samples: int = 16, draws: tuple[int, ...] = DRAWS) -> di
     for count in draws:
         squares = []
         for seed in range(samples):
-            layer = Attention(from_toml(PERFORMER.format(draws=count, seed=seed))).double()
-            layer.load_state_dict(weights, strict=False)  # all but the directions of the features
-            squares.append(
-                float(
-                    (layer.head_outputs(x).detach() - exact).square().sum() / exact.square().sum()
-                )
-            )
+            outputs = head_outputs(PERFORMER.format(draws=count, seed=seed), weights, x)
+            squares.append(float((outputs - exact).square().sum() / exact.square().sum()))
         errors[count] = math.sqrt(sum(squares) / samples)
     return errors
 
@@ -230,7 +275,11 @@ def sparse_pairs(*, pattern: str = "window(64)") -> Outcome:
         numbers[f"pairs_{tokens}"] = _required_core(pattern, tokens)
         numbers[f"full_{tokens}"] = _required_core("full()", tokens)
     growth = numbers["pairs_2048"] / numbers["pairs_1024"]
-    return judge(growth < 2.2, **numbers, growth=growth)
+    is_counted = all(
+        numbers[f"pairs_{n}"] == 64 * n - 64 * 63 // 2 and numbers[f"full_{n}"] == n**2
+        for n in (1024, 2048)
+    )
+    return judge(growth < 2.2 and is_counted, **numbers, growth=growth)
 
 
 def _required_core(pattern: str, tokens: int) -> int:
@@ -245,7 +294,10 @@ def linear_growth(*, layer: str = "linear") -> Outcome:
     65,536.
     """
     flops = [complexity_by_layer(tokens, 64)[layer].flops for tokens in (65536, 131072)]
-    return judge(flops[1] / flops[0] < 2.05, growth=flops[1] / flops[0])
+    growth = flops[1] / flops[0]
+    weights = make_layer(design(model=16, heads=2)).state_dict()
+    error = linear_error(weights, sample(1, 1, 9, 16))
+    return judge(growth < 2.05 and error < 1e-12, growth=growth, error=error)
 
 
 def listing_on_visible_rows(*, fill: float = -1e9, largest: float = 1.0) -> Outcome:
@@ -266,7 +318,8 @@ def listing_on_visible_rows(*, fill: float = -1e9, largest: float = 1.0) -> Outc
         "weight": float(theirs[1][0, 1, 0]),
         "ours": float(ours[0, 1].abs().max()),
     }
-    return judge_condition(equal < 1e-12, abs(numbers["weight"]) < 1e-12, **numbers)
+    holds = equal < 1e-12 and numbers["ours"] == 0
+    return judge_condition(holds, abs(numbers["weight"]) < 1e-12, **numbers)
 
 
 def _listing(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, fill: float) -> tuple[Tensor, Tensor]:
@@ -297,7 +350,14 @@ def masking_constant(*, fill: float = -1e9) -> Outcome:
         "kept": float(added[1] - added[0]),
     }
     faultless = half == "no error" and not numbers["uniform"] > 0 and float(low[1]) == 0.0
-    return judge(faultless, half=half, masked_weight=float(low[1]), **numbers)
+    corrected = half == "error" and numbers == {"uniform": 0.25, "ours": 0.0, "kept": 0.0}
+    return judge(
+        faultless,
+        corrected=corrected and float(low[1]) == 1.0,
+        half=half,
+        masked_weight=float(low[1]),
+        **numbers,
+    )
 
 
 def scale_tensor(*, as_tensor: bool = True) -> Outcome:
@@ -313,7 +373,12 @@ def scale_tensor(*, as_tensor: bool = True) -> Outcome:
             else scores / math.sqrt(64)
         )
     difference = largest_difference(divided, scores / 8)
-    return judge(calls.count <= 1, operations=calls.count, difference=difference)
+    return judge(
+        calls.count <= 1,
+        corrected=calls.count > 1 and difference == 0,
+        operations=calls.count,
+        difference=difference,
+    )
 
 
 class _CountCalls(torch.overrides.TorchFunctionMode):
@@ -330,11 +395,23 @@ class _CountCalls(torch.overrides.TorchFunctionMode):
 
 def separate_value_length(*, keys: int = 11, values: int = 7) -> Outcome:
     """Test if the number of values may differ from the number of keys."""
+    message = _refusal(keys, values)
+    return judge(
+        message == "-",
+        corrected=_refusal(keys, keys) == "-" != message,
+        keys=keys,
+        values=values,
+        message=message,
+    )
+
+
+def _refusal(keys: int, values: int) -> str:
+    """The error for so many keys and values; "-" without one."""
     try:
         attend(sample(1, 3, 5), sample(2, keys, 5), sample(3, values, 5))
     except ValueError as error:
-        return judge(False, keys=keys, values=values, message=str(error))
-    return judge(True, keys=keys, values=values, message="-")
+        return str(error)
+    return "-"
 
 
 def half_precision(*, dtype: torch.dtype = torch.float16) -> Outcome:
@@ -358,22 +435,41 @@ def half_precision(*, dtype: torch.dtype = torch.float16) -> Outcome:
         math.log10(errors["single"])
     )  # the digits of a rounding error differ between machines
     return judge(
-        errors["low"] < 100 * errors["single"], low=errors["low"], bound=bound, overflow=str(large)
+        errors["low"] < 100 * errors["single"],
+        corrected=errors["low"] > 0.01 and bound < 1e-5 and large,
+        low=errors["low"],
+        bound=bound,
+        overflow=str(large),
     )
 
 
 def gradient_checkpointing(*, recompute: bool = True) -> Outcome:
-    """FLOPs of forward and backward with and without gradient checkpointing, by torch's counter."""
+    """FLOPs of forward and backward, and numbers kept for the backward pass, of an attention layer
+    over 64 tokens with and without gradient checkpointing; and the growth of both at 128.
+    """
     layer = Attention(design(model=32, heads=4), backend="dense")
-    counts = []
-    for again in (False, recompute):
-        x = sample(1, 1, 64, 32).float().requires_grad_()
+    counts: dict[tuple[int, bool], tuple[int, int]] = {}
+    for tokens, again in product((64, 128), (False, recompute)):
+        x = sample(1, 1, tokens, 32).float().requires_grad_()
+        call = partial(checkpoint, layer, x, use_reentrant=False) if again else partial(layer, x)
         with FlopCounterMode(display=False) as counter:
-            y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
-            assert isinstance(y, Tensor)
+            y, saved = record_saved_numbers(call)
             y.sum().backward()
-        counts.append(counter.get_total_flops())
-    return judge(counts[1] <= counts[0], ratio=counts[1] / counts[0], flops=counts[0])
+        counts[tokens, again] = counter.get_total_flops(), saved
+    plain = counts[64, False]
+    again = counts[64, recompute]
+    ratio = again[0] / plain[0]
+    growth = counts[128, recompute][0] / again[0]
+    is_counted = plain[0] == 3 * (8 * 64 * 32**2 + 4 * 64**2 * 32)  # backward is twice forward
+    return judge(
+        ratio <= 1,
+        corrected=ratio > 1.2 and again[1] < plain[1] / 4 and growth > 2.2 and is_counted,
+        ratio=ratio,
+        flops=plain[0],
+        saved=plain[1],
+        kept=again[1],
+        growth=growth,
+    )
 
 
 def half_of_the_encoding(*, halves: str = "sine") -> Outcome:
@@ -382,7 +478,8 @@ def half_of_the_encoding(*, halves: str = "sine") -> Outcome:
     """
     table = sinusoidal_table(torch.arange(64), 16)
     errors = {"sine": _shift_error(table[:, ::2]), "both": _shift_error(table)}
-    return judge(errors[halves] < 1e-9, **errors)
+    corrected = errors["both"] < 1e-9 < errors["sine"]
+    return judge(errors[halves] < 1e-9, corrected=corrected, **errors)
 
 
 def _shift_error(table: Tensor, shift: int = 5) -> float:
@@ -394,26 +491,39 @@ def _shift_error(table: Tensor, shift: int = 5) -> float:
 
 def rotary_scores(*, rotary: bool = True) -> Outcome:
     """Spread of the scores at equal distance, when all tokens are equal: rotary and sinusoidal
-    positions.
+    positions; and how much rotary scores differ between distances.
     """
+    scores = {is_rotary: _scores_of_equal_tokens(is_rotary) for is_rotary in (True, False)}
+    spreads = {
+        is_rotary: max(float(s.diagonal(n, -2, -1).std(-1).max()) for n in (-3, 0, 4))
+        for is_rotary, s in scores.items()
+    }
+    by_distance = float(scores[True][:, :, 0].std(-1).min())
+    holds = spreads[rotary] < 1e-12 < min(by_distance, spreads[False])
+    return judge(holds, spread=spreads[rotary])
+
+
+def _scores_of_equal_tokens(rotary: bool) -> Tensor:
     modifiers = 'modifiers = [{part = "Rotary"}]' if rotary else ""
     layer = make_layer(from_toml(f"model = 16\nheads = {{q = 2, dim = 8}}\n{modifiers}"))
     x = sample(1, 1, 1, 16).expand(1, 9, 16)
     x = x if rotary else x + sinusoidal_table(torch.arange(9), 16)
     probe = Probe("scores")
     layer(x, probe=probe)
-    scores = probe.tensors["scores"].detach()
-    spread = max(float(scores.diagonal(distance, -2, -1).std(-1).max()) for distance in (-3, 0, 4))
-    return judge(spread < 1e-12, spread=spread)
+    return probe.tensors["scores"].detach()
 
 
 def log_sum_exp(*, largest: float = 1000.0) -> Outcome:
     """Softmax by exp and sum, and with the maximum subtracted, for scores up to `largest`."""
     scores = torch.tensor([largest, largest - 1, 0.0])
     naive = scores.exp() / scores.exp().sum()
-    stable = (scores - scores.logsumexp(-1)).exp()
+    keys = scores[:, None]
+    _, weights = attend(torch.ones(1, 1), keys, keys, scale=1.0, need_weights=True)
+    assert weights is not None
+    stable = weights[0]
     numbers = {"naive": str(float(naive[0])), "stable": float(stable[0])}
-    return judge(bool(naive.isnan().any()) and not stable.isnan().any(), **numbers)
+    is_exact = abs(numbers["stable"] - 1 / (1 + math.exp(-1))) < 1e-6
+    return judge(bool(naive.isnan().any()) and is_exact, **numbers)
 
 
 def relative_positions(*, absolute: bool = False) -> Outcome:
@@ -426,14 +536,16 @@ def relative_positions(*, absolute: bool = False) -> Outcome:
     )
     x = sample(1, 1, 9, 16)
     outputs = []
-    for start in (0, 100):
-        positions = torch.arange(start, start + 9)
+    near = torch.arange(9)
+    apart = torch.where(near == 8, 50, near)  # the last token is farther from the others
+    for positions in (near, near + 100, apart):
         tokens = SequenceInfo(positions[None], torch.zeros(1, 9, dtype=torch.long))
         outputs.append(
             layer(x + sinusoidal_table(positions, 16) if absolute else x, sequence=tokens).detach()
         )
-    change = largest_difference(*outputs)
-    return judge(change < 1e-12, change=change)
+    change = largest_difference(*outputs[:2])
+    apart = largest_difference(outputs[0], outputs[2])
+    return judge(change < 1e-12 and apart > 1e-3, change=change, apart=apart)
 
 
 def order_of_attention(*, model: int = 512) -> Outcome:
@@ -441,14 +553,17 @@ def order_of_attention(*, model: int = 512) -> Outcome:
     this width.
     """
     growth = {}
+    is_counted = True
     for tokens in (64, 65536):
+        lengths = (tokens, 2 * tokens)
         flops = [
             complexity_by_layer(length, model, heads=1)["self-attention"].flops
-            for length in (tokens, 2 * tokens)
+            for length in lengths
         ]
+        is_counted &= flops == [8 * n * model**2 + 4 * n**2 * model for n in lengths]
         growth[f"from_{tokens}"] = flops[1] / flops[0]
     return judge_condition(
-        growth["from_65536"] > 3.8, growth["from_64"] > 3.8, **growth, model=model
+        growth["from_65536"] > 3.8 and is_counted, growth["from_64"] > 3.8, **growth, model=model
     )
 
 
@@ -465,6 +580,11 @@ def saved_for_backward(*, fused: bool = True) -> Outcome:
 
 def _count_saved_numbers(tokens: int, fused: bool) -> int:
     q, k, v = (sample(seed, 1, 1, tokens, 16).float().requires_grad_() for seed in (1, 2, 3))
+    return record_saved_numbers(lambda: attend(q, k, v, need_weights=not fused)[0])[1]
+
+
+def record_saved_numbers(call: Callable[[], Tensor]) -> tuple[Tensor, int]:
+    """The output of a call, and how many numbers autograd keeps for its backward pass."""
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -472,7 +592,5 @@ def _count_saved_numbers(tokens: int, fused: bool) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = F.scaled_dot_product_attention(q, k, v) if fused else (q @ k.mT / 4).softmax(-1) @ v
-    total = sum(sizes.values())
-    del y  # until here it kept the saved tensors; their memory is the key
-    return total
+        y = call()
+    return y, sum(sizes.values())  # y keeps the saved tensors; their memory is the key

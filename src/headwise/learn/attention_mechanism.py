@@ -18,11 +18,11 @@ from ..attention.tensor_attention import attend
 from ..costs.weight_storage import parameter_terms
 from ..models.families import read_model_spec
 from ..models.model_spec import ModelSpec
-from ..observe.bundled_sample import load_sample_trace
 from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_matrices
 from .measured_layers import largest_difference, make_gru, make_layer, sample, samples, size_text
 from .parameters_and_scaling import gradient_of_softmax, score_variance
+from .translator_runs import NUM_TEXTS, load_translator, record_weights
 
 __all__ = ["gradient_of_softmax", "score_variance"]
 
@@ -58,7 +58,10 @@ def reach_of_one_layer(*, pattern: str = "full()", tokens: int = 9) -> Outcome:
     pairs = {name: int((size > 0).sum()) for name, size in sizes.items()}
     names = ("self-attention", "convolution")
     figure = draw_matrices(zip(names, sizes.values(), strict=True))
-    return judge(pairs["attention"] == tokens**2, **pairs, all=tokens**2, figure=figure)
+    is_local = pairs["convolution"] == 3 * tokens - 2
+    return judge(
+        pairs["attention"] == tokens**2 and is_local, **pairs, all=tokens**2, figure=figure
+    )
 
 
 def attention_formula(*, power: float = 0.5) -> Outcome:
@@ -106,7 +109,11 @@ def five_steps(*, power: float = 0.5) -> Outcome:
     }
     numbers |= {"output_2": ", ".join(f"{number:.4f}" for number in output[1].tolist())}
     return judge(
-        difference < 1e-12, **numbers, row_sum=row_sum, difference=difference, figure=figure
+        difference < 1e-12 and abs(row_sum - 1) < 1e-12,
+        **numbers,
+        row_sum=row_sum,
+        difference=difference,
+        figure=figure,
     )
 
 
@@ -159,7 +166,9 @@ def cost_by_heads(*, width: int | None = None, tokens: int = 512) -> Outcome:
         numbers[f"scores_{heads}"] = heads * tokens**2
     equal_params = numbers["params_1"] == numbers["params_8"] == numbers["params_32"]
     equal_flops = numbers["flops_1"] == numbers["flops_8"] == numbers["flops_32"]
-    return judge(equal_params and equal_flops, **numbers)
+    work = 8 * tokens * 512**2 + 4 * tokens**2 * 512
+    is_counted = numbers["params_1"] == 4 * 512**2 and numbers["flops_1"] == work
+    return judge(equal_params and equal_flops and is_counted, **numbers)
 
 
 def additive_attention(*, bias: float = 1.0) -> Outcome:
@@ -225,22 +234,31 @@ def gradient_by_distance(*, update_bias: float = 0.0, tokens: int = 41) -> Outco
     and attention.
     """
     width = 16
-    gru = make_gru(width)
-    with torch.no_grad():
-        dict(gru.named_parameters())["bias_ih_l0"][width : 2 * width] += (
-            update_bias  # a gate near 1 copies the state
-        )
-    layer = make_layer(design(model=width, heads=2))
     x = sample(1, tokens, width)
-    recurrent = torch.func.jacrev(lambda x: gru_steps(gru, x)[-1])(x).norm(dim=(0, 2)).detach()
+    recurrent, open_gate = (_gru_gradients(bias, x) for bias in (update_bias, 20.0))
+    layer = make_layer(design(model=width, heads=2))
     attention = torch.func.jacrev(lambda x: layer(x[None])[0, -1])(x).norm(dim=(0, 2)).detach()
     numbers = {
         "gru": float(recurrent[0] / recurrent[-2]),
         "attention": float(attention[0] / attention[-2]),
     }
+    keeps = float(open_gate[0] / open_gate[-2]) > 0.5
     return judge(
-        numbers["gru"] < 1e-3 and numbers["attention"] > 0.05, **numbers, distance=tokens - 1
+        numbers["gru"] < 1e-3 and numbers["attention"] > 0.05 and keeps,
+        **numbers,
+        distance=tokens - 1,
     )
+
+
+def _gru_gradients(update_bias: float, x_TD: Tensor) -> Tensor:
+    """Norm of the derivative of a GRU's last state by each input."""
+    width = x_TD.shape[1]
+    gru = make_gru(width)
+    with torch.no_grad():
+        # a gate near 1 copies the state
+        gru.get_parameter("bias_ih_l0")[width : 2 * width] += update_bias
+    derivative = torch.func.jacrev(lambda x: gru_steps(gru, x)[-1])(x_TD)
+    return derivative.norm(dim=(0, 2)).detach()
 
 
 def parallel_equals_sequential(*, pattern: str = "causal()") -> Outcome:
@@ -271,35 +289,44 @@ def only_attention(*, feed_forward: bool = True) -> Outcome:
         / total
     )
     recurrent = sum(spec.is_recurrent for _, spec in model.attention_specs())
+    specs = [spec for _, spec in model.attention_specs()]
+    is_counted = (
+        not feed_forward or abs(attention * total - sum(map(costs.count_parameters, specs))) < 1
+    )
     return judge_condition(
-        recurrent == 0, feed == 0, feed=feed, attention=attention, recurrent=recurrent
+        recurrent == 0 and len(specs) == 6 + 12 and is_counted,
+        feed == 0,
+        feed=feed,
+        attention=attention,
+        recurrent=recurrent,
     )
 
 
 def sources_by_step(*, uniform: bool = False) -> Outcome:
-    """Source tokens with the largest weight over the steps of the bundled translator's decoder, in
-    each cross head.
+    """Source tokens of a text with the largest weight over the steps of the bundled translator's
+    decoder, in each cross head: the mean over held-out texts.
 
     With `uniform` weights, every step attends to all of them alike.
     """
-    trace = load_sample_trace()
+    net = load_translator()
     counts = []
-    for layer in trace.layers:
-        for head in range(layer.heads) if layer.name.endswith("cross") else ():
-            weights = torch.as_tensor(trace.head_weights(layer.name, head))
-            rows = torch.full_like(weights, 1 / weights.shape[1]) if uniform else weights
-            counts.append(len(set(rows.argmax(-1).tolist())))
-            steps, source = weights.shape
+    for site, spec in net.spec.attention_specs():
+        if not site.endswith("cross"):
+            continue
+        by_head = torch.zeros(spec.heads.q)
+        for weights in record_weights(net, site):
+            rows = torch.full_like(weights, 1 / weights.shape[-1]) if uniform else weights
+            chosen = F.one_hot(rows.argmax(-1), rows.shape[-1]).amax(2)  # of every text and head
+            by_head += chosen.sum(-1).sum(0)
+        counts += (by_head / NUM_TEXTS).tolist()
     fewest = min(counts)
     most = max(counts)
-    mean = sum(counts) / len(counts)
     return judge(
-        fewest > 1,
+        fewest > 1.5,
         fewest=fewest,
         most=most,
-        mean=mean,
-        steps=steps,
-        source=source,
+        mean=sum(counts) / len(counts),
+        texts=NUM_TEXTS,
         heads=len(counts),
     )
 

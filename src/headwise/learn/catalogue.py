@@ -32,6 +32,7 @@ class Verdict(StrEnum):
     WRONG = "wrong"
     NOT_RESOLVED = "not resolved"
     NOT_RUN = "not run"
+    FAULT = "fault"  # of this program: neither the statement nor its correction holds
 
 
 class Kind(StrEnum):
@@ -122,13 +123,19 @@ class Result:
         return self.reason_zh if language == "zh" else self.reason_en
 
 
-def judge(holds: bool, *, figure: Any = None, **numbers: Number) -> Outcome:
-    """An outcome that holds or is wrong, with a figure if there is one.
+def judge(holds: bool, *, corrected: Any = False, figure: Any = None, **numbers: Number) -> Outcome:
+    """An outcome that holds, or is wrong because the statement as the reason corrects it is true.
 
-    >>> judge(2 + 2 == 4, total=4).verdict
-    <Verdict.HOLDS: 'holds'>
+    If neither is true, the program that measures them has a fault.
+
+    >>> judge(2 + 2 == 4, total=4).verdict, judge(2 + 2 == 5, corrected=2 + 2 == 4).verdict
+    (<Verdict.HOLDS: 'holds'>, <Verdict.WRONG: 'wrong'>)
+    >>> judge(2 + 2 == 5).verdict
+    <Verdict.FAULT: 'fault'>
     """
-    return Outcome(Verdict.HOLDS if holds else Verdict.WRONG, numbers, figure)
+    if holds:
+        return Outcome(Verdict.HOLDS, numbers, figure)
+    return Outcome(Verdict.WRONG if corrected else Verdict.FAULT, numbers, figure)
 
 
 def judge_condition(
@@ -140,13 +147,19 @@ def judge_condition(
     not needed.
     """
     if not holds:
-        return Outcome(Verdict.WRONG, numbers, figure)
+        return Outcome(Verdict.FAULT, numbers, figure)
     return Outcome(Verdict.HOLDS if holds_without else Verdict.HOLDS_IF, numbers, figure)
 
 
 UNEXPECTED = Text(
     "This run gives another verdict than the page expects ({expected}). Its numbers: {numbers}.",
     "这次运行的结论与本页预期（{expected}）不同。所得数值：{numbers}。",
+)
+FAULT = Text(
+    "Neither the statement nor its correction holds in this run, so this installation computes "
+    "something else than the page describes ({expected}). Its numbers: {numbers}.",
+    "这次运行中，原句与更正后的说法都不成立，说明本机安装的程序所计算的与本页所述"
+    "（{expected}）不符。所得数值：{numbers}。",
 )
 
 
@@ -157,7 +170,8 @@ class Entry:
     `verdict` is the expected verdict, and `reason` its reason with placeholders for the numbers of
     the run. `rows` are ids of errata (C1.4) and of demands (B12). `run` is None for facts about a
     cited paper, which have nothing to compute. `study` is the study that tests the statement by
-    training.
+    training. `arithmetic` marks a statement about numbers or torch alone: its run needs no part of
+    this library.
     """
 
     id: str
@@ -173,6 +187,7 @@ class Entry:
     reference: str = ""
     see: str = ""
     study: str = ""
+    arithmetic: bool = False
 
     @property
     def line_en(self) -> str:
@@ -196,7 +211,7 @@ class Entry:
         numbers = outcome.numbers
         if outcome.verdict != self.verdict:
             listed = ItemList(", ".join(f"{name} = {value}" for name, value in numbers.items()))
-            text = UNEXPECTED
+            text = FAULT if outcome.verdict == Verdict.FAULT else UNEXPECTED
             numbers = {"expected": self.verdict.value, "numbers": listed}
         return Result(
             outcome.numbers,
@@ -267,6 +282,7 @@ def _read_entry(document: str, table: Mapping[str, Any], module: Any) -> Entry:
         reference=table.get("reference", ""),
         see=table.get("see", ""),
         study=table.get("study", ""),
+        arithmetic=table.get("arithmetic", False),
     )
 
 

@@ -4,8 +4,9 @@ translator.
 
 from __future__ import annotations
 
+import copy
 import math
-from itertools import combinations
+from itertools import chain, combinations, product
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from ..attention.initialisation import depth_scaled_init
 from ..attention.interfaces.core_types import Probe
 from ..attention.presets import design, from_toml
 from ..models import Transformer, build
-from ..observe.bundled_sample import TEXTS, load_sample_model
+from ..observe.bundled_sample import TEXTS
 from ..observe.head_analysis.rank_analysis import effective_rank, rank_one_residual
 from ..observe.inspect.ablation import ablate
 from ..observe.inspect.hooks import record_modules
@@ -26,20 +27,26 @@ from ..surgery.conversion import Pool, ToCollaborative, convert_native
 from ..surgery.model_and_texts import read_model_and_texts
 from .catalogue import ItemList, Outcome, judge, judge_condition
 from .measured_layers import make_layer, sample, weights_of
+from .translator_runs import (
+    NUM_TEXTS,
+    Batches,
+    batch_log_probs,
+    held_out_texts,
+    load_translator,
+    output_log_probs,
+)
 
 PAIRS = [tuple(text.split("\t")) for text in TEXTS]
 
 
-def read_translator() -> tuple[Transformer, list[dict[str, Tensor]]]:
-    """The bundled translator in float64, and its inputs for each text of the sample."""
-    _, net, examples, _ = read_model_and_texts(load_sample_model(), PAIRS, None)
-    return net, [dict(example.inputs) for example in examples]
-
-
-def output_log_probs(net: nn.Module, inputs: list[dict[str, Tensor]]) -> Tensor:
-    """Log-probabilities [target tokens of all texts, vocabulary]."""
-    with torch.no_grad():
-        return torch.cat([net(**tensors)[0].double().log_softmax(-1) for tensors in inputs])
+def read_translator(*, trained: bool = True) -> tuple[Transformer, tuple[dict[str, Tensor], ...]]:
+    """The bundled translator in float64, or one of its sizes with random weights, and held-out
+    texts.
+    """
+    net = load_translator()
+    if not trained:
+        net.load_state_dict(build(net.spec, seed=0).state_dict())
+    return net, held_out_texts()
 
 
 def mean_divergence(expected: Tensor, changed: Tensor) -> float:
@@ -82,15 +89,15 @@ def rank_of_trained_states(*, trained: bool = True) -> Outcome:
     initialised model.
     """
     net, inputs = read_translator()
-    random = build(net.spec, seed=0).double().eval()
+    random, _ = read_translator(trained=False)
     numbers: dict[str, float] = {}
     for name, model in (("trained", net), ("random", random)):
         shares = []
         cosines = []
-        norm = model.get_submodule("encoder.norm")  # its inputs are [1, tokens, model]
+        norm = model.get_submodule("encoder.norm")  # its inputs are [texts, tokens, model]
         with record_modules([norm]) as calls:
             output_log_probs(model, inputs)
-        for states in (call.args[0][0] for call in calls[norm]):
+        for states in chain.from_iterable(call.args[0] for call in calls[norm]):
             unit = states / states.norm(dim=1, keepdim=True)
             shares.append(float(effective_rank(states[None])[0]) / min(states.shape))
             cosines.append(float((unit @ unit.T).sum() - len(unit)) / (len(unit) * (len(unit) - 1)))
@@ -99,45 +106,74 @@ def rank_of_trained_states(*, trained: bool = True) -> Outcome:
             f"cosine_{name}": sum(cosines) / len(cosines),
         }
     name = "trained" if trained else "random"
-    return judge(numbers[f"rank_{name}"] > 0.7 and numbers[f"cosine_{name}"] > 0.05, **numbers)
+    keeps_rank = numbers[f"rank_{name}"] > 0.7 and numbers[f"cosine_{name}"] > 0.05
+    return judge(keeps_rank and numbers["cosine_random"] > 2 * numbers[f"cosine_{name}"], **numbers)
 
 
 # --- Conversion of trained attention --------------------------------------------------------------
 
 
-def collaborative_without_retraining(*, share: float = 0.5) -> Outcome:
+def collaborative_without_retraining(*, share: float = 0.5, trained: bool = True) -> Outcome:
     """Divergence of the translator's outputs when its cross-attentions share a query-key space of
-    fewer channels.
+    fewer channels; and without any scores, when they average all source tokens.
     """
-    net, inputs = read_translator()
+    net, inputs = read_translator(trained=trained)
     expected = output_log_probs(net, inputs)
     width = next(spec.model for _, spec in net.spec.attention_specs())
     changes = {}
-    for name, channels in (("whole", width), ("reduced", round(width * share))):
-        after = convert(net, ToCollaborative(channels), kind="cross").after
+    sizes = {"whole": 1.0, "reduced": share, "third": 1 / 3, "quarter": 1 / 4, "sixth": 1 / 6}
+    for name, part in sizes.items():
+        after = convert(net, ToCollaborative(round(width * part)), kind="cross").after
         changes[name] = mean_divergence(expected, output_log_probs(after, inputs))
-    numbers = {"width": width, "channels": round(width * share)}
-    return judge(changes["whole"] < 1e-9 and changes["reduced"] < 0.01, **changes, **numbers)
+    without_scores = copy.deepcopy(net)
+    for site, _ in net.spec.attention_specs():
+        if site.endswith("cross"):
+            nn.init.zeros_(without_scores.get_submodule(site).get_parameter("project.q"))
+    changes["none"] = mean_divergence(expected, output_log_probs(without_scores, inputs))
+    rises = changes["reduced"] < changes["third"] < changes["quarter"] < changes["sixth"]
+    is_small = changes["whole"] < 1e-9 and changes["reduced"] < 1e-3 * changes["none"]
+    return judge(is_small and rises, **changes, width=width, channels=round(width * share))
 
 
-def pooled_heads(*, most: int = 3, least: int = 1) -> Outcome:
-    """Divergence of the translator with fewer key-value heads: means of groups, or the first head
-    of each group.
+def pooled_heads(*, most: int = 3, least: int = 1, alike: bool = False) -> Outcome:
+    """Divergence of the translator with fewer key-value heads in one attention at a time, mean over
+    all: means of groups, or the first head of each group; with the interval of their difference.
+
+    With heads that are `alike`, both starts are the same.
     """
     net, inputs = read_translator()
-    expected = output_log_probs(net, inputs)
-    numbers: dict[str, float] = {"uniform": math.log(expected.shape[-1])}
+    expected = text_log_probs(net, inputs)
+    numbers: dict[str, float] = {}
+    holds = []
     for name, kv in (("most", most), ("least", least)):
         pooled = convert_native(read_model_and_texts(net, ()), Pool(kv))
-        changes = {
-            site: AttentionChange(layer.spec, _first_heads(net, site, kv))
-            for site, layer in pooled.layers.items()
-        }
-        first = replace_attentions(net, changes)
-        numbers[f"mean_{name}"] = mean_divergence(expected, output_log_probs(pooled.after, inputs))
-        numbers[f"first_{name}"] = mean_divergence(expected, output_log_probs(first, inputs))
-    holds = {name: numbers[f"mean_{name}"] < numbers[f"first_{name}"] for name in ("most", "least")}
-    return judge_condition(holds["most"], holds["least"], **numbers)
+        by_start = dict[str, Tensor]()
+        for start in ("mean", "first"):
+            changes = []
+            for site, layer in pooled.layers.items():
+                weights = dict(pooled.after.get_submodule(site).state_dict())
+                if start == "first" and not alike:
+                    weights = _first_heads(net, site, kv)
+                changed = replace_attentions(net, {site: AttentionChange(layer.spec, weights)})
+                changes.append(text_divergences(expected, text_log_probs(changed, inputs)))
+            by_start[start] = torch.stack(changes).mean(0)
+            numbers[f"{start}_{name}"] = float(by_start[start].mean())
+        gain = by_start["first"] - by_start["mean"]
+        half = 1.998 * float(gain.std()) / math.sqrt(len(gain))  # 95 %, t of 63 degrees
+        numbers[f"low_{name}"] = float(gain.mean()) - half
+        numbers[f"high_{name}"] = float(gain.mean()) + half
+        holds.append(numbers[f"low_{name}"] > 0)
+    return judge(all(holds), **numbers, texts=NUM_TEXTS)
+
+
+def text_log_probs(net: nn.Module, inputs: Batches) -> list[Tensor]:
+    """Log-probabilities [target tokens, vocabulary] of every text."""
+    return [row for batch in inputs for row in batch_log_probs(net, batch)]
+
+
+def text_divergences(expected: list[Tensor], changed: list[Tensor]) -> Tensor:
+    """`mean_divergence` of every text."""
+    return torch.tensor(list(map(mean_divergence, expected, changed)))
 
 
 def _first_heads(net: Transformer, site: str, kv: int) -> dict[str, Tensor]:
@@ -151,11 +187,11 @@ def _first_heads(net: Transformer, site: str, kv: int) -> dict[str, Tensor]:
     return weights
 
 
-def aligned_heads(*, align: str = "both") -> Outcome:
+def aligned_heads(*, align: str = "both", trained: bool = True) -> Outcome:
     """Divergence of the translator with half of its key-value heads, pooled as they are and after
     an alignment.
     """
-    net, inputs = read_translator()
+    net, inputs = read_translator(trained=trained)
     expected = output_log_probs(net, inputs)
     numbers: dict[str, float] = {}
     for name, choice in (("plain", "none"), ("aligned", align)):
@@ -165,7 +201,13 @@ def aligned_heads(*, align: str = "both") -> Outcome:
             numbers["before"] = mean_divergence(
                 expected, output_log_probs(result.equivalent, inputs)
             )
-    return judge(numbers["aligned"] < 0.5 * numbers["plain"], **numbers)
+    keeps_function = numbers.get("before", 1.0) < 1e-9
+    is_damaged = numbers["plain"] > 1  # a model that knows nothing loses nothing
+    return judge(
+        keeps_function and is_damaged and numbers["aligned"] < 0.5 * numbers["plain"],
+        **numbers,
+        texts=NUM_TEXTS,
+    )
 
 
 # --- Channels, depth, sparsity, and removed heads -------------------------------------------------
@@ -175,8 +217,7 @@ def channels_by_distance(*, trained: bool = True) -> Outcome:
     """Correlation of each channel's product q k with the distance, in the translator's encoder:
     Vig's neuron view.
     """
-    net, inputs = read_translator()
-    net = net if trained else build(net.spec, seed=0).double().eval()
+    net, inputs = read_translator(trained=trained)
     of_channel = torch.stack([_distance_correlations(net, layer, inputs) for layer in range(3)])
     mean = of_channel.abs().mean((0, 1))
     pairs = (mean[:8] + mean[8:]) / 2  # rotary rotates channels c and c + 8 together
@@ -193,7 +234,7 @@ def channels_by_distance(*, trained: bool = True) -> Outcome:
     )
 
 
-def _distance_correlations(net: Transformer, layer: int, inputs: list[dict[str, Tensor]]) -> Tensor:
+def _distance_correlations(net: Transformer, layer: int, inputs: Batches) -> Tensor:
     """Correlation [head, channel] of q[t] k[s] with |t - s|, over all pairs of
     tokens of all texts.
     """
@@ -207,11 +248,11 @@ def _distance_correlations(net: Transformer, layer: int, inputs: list[dict[str, 
         probe = Probe("q", "k")
         with torch.no_grad():
             attention(x, probe=probe)
-        q = probe.tensors["q"][0]
-        k = probe.tensors["k"][0]
-        products.append(torch.einsum("thd,shd->hdts", q, k).flatten(2))
+        q = probe.tensors["q"]
+        k = probe.tensors["k"]
+        products.append(torch.einsum("bthd,bshd->hdbts", q, k).flatten(2))
         places = torch.arange(x.shape[1], dtype=torch.float64)
-        distances.append((places[:, None] - places).abs().flatten())
+        distances.append((places[:, None] - places).abs().flatten().repeat(len(x)))
     product = torch.cat(products, -1)
     distance = torch.cat(distances)
     product = product - product.mean(-1, keepdim=True)
@@ -260,7 +301,10 @@ def gradients_of_deep_layers(*, depth: int = 12) -> Outcome:
         stack: numbers[f"{stack}_usual"] < 0.5 < numbers[f"{stack}_scaled"]
         for stack in ("encoder", "decoder")
     }
-    return judge_condition(vanishes["decoder"], vanishes["encoder"], **numbers, depth=depth)
+    is_cured = numbers["encoder_scaled"] > 0.5
+    return judge_condition(
+        vanishes["decoder"] and is_cured, vanishes["encoder"], **numbers, depth=depth
+    )
 
 
 def density_by_alpha(*, alphas: tuple[float, ...] = (1.0, 1.5, 2.0)) -> Outcome:
@@ -274,11 +318,11 @@ def density_by_alpha(*, alphas: tuple[float, ...] = (1.0, 1.5, 2.0)) -> Outcome:
     return judge(shares["softmax"] == 1 > shares["entmax"] > shares["sparsemax"], **shares)
 
 
-def heads_removed_alone(*, limit: float = 0.1) -> Outcome:
-    """Divergence of the translator without one head, for each head, and without all but one head of
-    a layer.
+def heads_removed_alone(*, limit: float = 0.1, trained: bool = True) -> Outcome:
+    """Divergence of the translator without one head, for each head, without all but one head of a
+    layer, and without any head.
     """
-    net, inputs = read_translator()
+    net, inputs = read_translator(trained=trained)
     expected = output_log_probs(net, inputs)
 
     def divergence_without(*heads: tuple[str, int]) -> float:
@@ -287,17 +331,22 @@ def heads_removed_alone(*, limit: float = 0.1) -> Outcome:
 
     alone = list[float]()
     best_single = list[float]()  # of every head; of the best head of every layer by itself
-    for site in (name for name, module in net.named_modules() if isinstance(module, Attention)):
+    sites = [site for site, _ in net.spec.attention_specs()]
+    for site in sites:
         heads = [(site, head) for head in range(6)]
         alone += [divergence_without(head) for head in heads]
         best_single.append(min(divergence_without(*rest) for rest in combinations(heads, 5)))
     below = sum(change < limit for change in alone)
+    without_all = divergence_without(*product(sites, range(6)))
+    are_needed = without_all > 1 and max(alone) > limit  # together, and one of them alone
     return judge(
-        below > len(alone) / 2,
+        below > len(alone) / 2 and are_needed,
+        without_all=without_all,
         heads=len(alone),
         below=below,
         largest=max(alone),
         layers=len(best_single),
         with_one=sum(change < limit for change in best_single),
         worst=max(best_single),
+        texts=NUM_TEXTS,
     )

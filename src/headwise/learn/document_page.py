@@ -22,7 +22,7 @@ from ..util.files import write_atomically
 from ..util.output_paths import FolderKind
 from .catalogue import Document, Entry, Text, Verdict, read_toml
 from .document_sections import Exercise, load_covers, load_formulas, load_mathml, load_sections
-from .entry_text import Words, describe_study, font_note, plain_formula
+from .entry_text import Words, describe_study, font_note, how_checked, plain_formula
 from .language import LANGUAGES, use_language
 from .stored_findings import draw_study
 
@@ -189,8 +189,9 @@ def _blocks(reason: str) -> list[tuple[bool, list[str]]]:
 
 
 def _small_print(entry: Entry, words: Words) -> Iterator[str]:
-    if entry.run is None:
-        yield words.phrase("facts")
+    note = how_checked(entry)
+    if note:
+        yield words.phrase(note)
     for name, text in (("reference", words.reference(entry)), ("see", entry.see)):
         if text:
             yield words.label(name) + text

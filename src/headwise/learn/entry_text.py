@@ -22,6 +22,7 @@ MARKS = {
     Verdict.WRONG: "[x]",
     Verdict.NOT_RESOLVED: "[?]",
     Verdict.NOT_RUN: "[ ]",
+    Verdict.FAULT: "[!]",
 }
 
 
@@ -38,6 +39,7 @@ PHRASES = {
     "start": "Read a document in order, a section (003-6 has the seven questions), a topic or an "
     "erratum:",
     "facts": "A fact about the cited source; nothing to compute.",
+    "arithmetic": "Arithmetic, or torch alone; the run uses no part of headwise.",
     "wrote": "wrote",
     "study": "Tested by training",
     "no_run": "no stored run here; run",
@@ -180,8 +182,9 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
     lines += wrap_page(f"「{plain_formula(entry.quote_zh)}」", indent="    ")
     lines += wrap_page(entry.line.fill(language, {}), indent="    ")
     lines += wrap_page(align_table(result.reason(language)), indent="    > ")
-    if entry.run is None:
-        lines += wrap_page(words.phrase("facts"), indent="    ")
+    note = how_checked(entry)
+    if note:
+        lines += wrap_page(words.phrase(note), indent="    ")
     if result.figure:
         lines += wrap_page(words.phrase("figure"), indent="    ")
     if entry.reference:
@@ -192,6 +195,13 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
         for text in [*describe_study(entry.study, words), words.phrase("strips")]:
             lines += wrap_page(text, indent="    ")
     return "\n".join(lines)
+
+
+def how_checked(entry: Entry) -> str:
+    """The name of the phrase about an entry whose run uses no part of this library, or that has
+    none; else "".
+    """
+    return "facts" if entry.run is None else "arithmetic" if entry.arithmetic else ""
 
 
 def describe_study(study: str, words: Words) -> list[str]:

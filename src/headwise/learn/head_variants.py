@@ -5,20 +5,23 @@ heads.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import costs
-from ..attention.interfaces.core_types import Probe
+from ..attention.interfaces import Gate
+from ..attention.interfaces.core_types import AuxLosses, Probe
 from ..attention.presets import design, from_toml
 from ..observe.bundled_sample import load_sample_model
 from ..observe.head_analysis.head_circuits import get_circuits
 from .catalogue import Outcome, judge
 from .matrix_figures import draw_matrices
-from .measured_layers import largest_difference, make_layer, sample, samples
-from .parameters_and_scaling import change_by_other_heads
+from .measured_layers import largest_difference, make_layer, sample
+from .parameters_and_scaling import change_by_other_heads, mixes_let_heads_interact
 
 
 def overlapping_heads(*, overlap: int = 1) -> Outcome:
@@ -32,12 +35,14 @@ def overlapping_heads(*, overlap: int = 1) -> Outcome:
     queries = probe.tensors["q"].detach()
     plain = (x @ layer.state_dict()["project.q"].T)[0]
     own = queries[0, :, 1]
-    used = sum(bool((own - plain[:, [n]]).abs().amax(0).min() < 1e-12) for n in range(12))
+    used = [n for n in range(12) if (own - plain[:, [n]]).abs().amax(0).min() < 1e-12]
+    neighbours = list(range(4 - overlap, 8 + overlap))
     width = layer.head_outputs(x).shape[-1] * 3
     columns = layer.state_dict()["output.o"].shape
+    is_wider = width == columns[1] == 3 * (4 + 2 * overlap) > columns[0]
     return judge(
-        used > 4,
-        used=used,
+        used == neighbours and len(used) > 4 and is_wider,
+        used=len(used),
         own=4,
         concat=width,
         w_o=f"{columns[1]} x {columns[0]}",
@@ -95,7 +100,7 @@ def heads_do_not_exchange(*, modifiers: str = "") -> Outcome:
     relative to it.
     """
     change = change_by_other_heads(modifiers)
-    return judge(change == 0, change=change)
+    return judge(change == 0 and mixes_let_heads_interact(), change=change)
 
 
 def router_parameters(*, router: str = "learned") -> Outcome:
@@ -106,7 +111,19 @@ def router_parameters(*, router: str = "learned") -> Outcome:
     spec = from_toml(f"model = 512\nheads = {{q = 8, dim = 64}}\n{text}")
     plain = costs.count_parameters(design(model=512, heads=8))
     extra = costs.count_parameters(spec) - plain
-    return judge(extra == 0, extra=extra, formula=(8 + 2) * 512, plain=plain)
+    mixture = spec.modifiers[0]
+    assert isinstance(mixture, Gate)
+    by_norm = replace(spec, modifiers=(replace(mixture, router="norm"),))
+    formula = (8 + 2) * 512
+    open_heads = sum(mixture.open_fractions(spec) or ())  # headwise skips the others
+    is_free = costs.count_parameters(by_norm) == plain
+    return judge(
+        extra == 0,
+        corrected=extra == formula and is_free and open_heads == 2 + 3,
+        extra=extra,
+        formula=formula,
+        plain=plain,
+    )
 
 
 def active_heads(*, active: int = 3) -> Outcome:
@@ -116,10 +133,14 @@ def active_heads(*, active: int = 3) -> Outcome:
     text = f'modifiers = [{{part = "MixtureOfHeads", always = 2, active = {active}}}]'
     layer = make_layer(from_toml(f"model = 32\nheads = {{q = 8, dim = 4}}\n{text}"))
     x = sample(1, 1, 9, 32)
-    counts = (layer.head_outputs(x).detach().abs().amax(-1) > 0).sum(-1)[0]
+    is_open = layer.head_outputs(x).detach().abs().amax(-1)[0] > 0
+    scores = x[0] @ layer.state_dict()["mixture_of_heads.router"].T
+    best = torch.zeros_like(scores).scatter(-1, scores.topk(active).indices, 1.0) > 0
+    follows_router = bool(is_open[:, :2].all()) and torch.equal(is_open[:, 2:], best)
+    counts = is_open.sum(-1)
     fewest = int(counts.min())
     most = int(counts.max())
-    return judge(fewest == most < 8, fewest=fewest, most=most, heads=8)
+    return judge(fewest == most < 8 and follows_router, fewest=fewest, most=most, heads=8)
 
 
 def balance_loss(*, collapsed: bool = True) -> Outcome:
@@ -131,14 +152,24 @@ def balance_loss(*, collapsed: bool = True) -> Outcome:
     even = torch.eye(6, dtype=torch.float64).repeat(4, 1)
     even = 3 * even + 2 * even.roll(1, 1) + even.roll(2, 1)
     same = torch.tensor([3.0, 2, 1, 0, 0, 0], dtype=torch.float64).expand(24, 6)
-    numbers = {"even": _balance(even), "same": _balance(same if collapsed else even)}
-    return judge(numbers["same"] > numbers["even"], **numbers)
+    inputs = {"even": even, "same": same if collapsed else even}
+    numbers = {name: _balance(scores, "paper") for name, scores in inputs.items()}
+    in_code = [_balance(scores, "code") for scores in inputs.values()]
+    # with even routing P_i = 1/6 and f_i = 3/6
+    is_even = abs(numbers["even"] - 0.5) < 1e-9
+    has_factor = torch.allclose(torch.tensor(in_code), 6 * torch.tensor(list(numbers.values())))
+    return judge(numbers["same"] > numbers["even"] and is_even and has_factor, **numbers)
 
 
-def _balance(scores: Tensor) -> float:
-    """Sum of mean probability times fraction of tokens, with three heads for each token."""
-    chosen = torch.zeros_like(scores).scatter(-1, scores.topk(3).indices, 1.0)
-    return float((scores.softmax(-1).mean(0) * chosen.mean(0)).sum())
+def _balance(scores: Tensor, norm: str) -> float:
+    """The balance loss of a layer with 2 shared and 6 routed heads, for router scores of tokens."""
+    text = f'modifiers = [{{part = "MixtureOfHeads", always = 2, active = 3, norm = "{norm}"}}]'
+    layer = make_layer(from_toml(f"model = 8\nheads = {{q = 8, dim = 1}}\n{text}"))
+    router = torch.eye(6, 8, dtype=torch.float64)
+    layer.load_state_dict(layer.state_dict() | {"mixture_of_heads.router": router})
+    losses = AuxLosses()
+    layer(F.pad(scores, (0, 2))[None], probe=Probe(aux_losses=losses))
+    return float(torch.as_tensor(losses.total("balance")).detach())
 
 
 def composition_cost(*, dynamic: bool = True) -> Outcome:
@@ -154,11 +185,18 @@ def composition_cost(*, dynamic: bool = True) -> Outcome:
     ]
     share = counts[1] / counts[0] - 1
     work = flops[1] / flops[0] - 1
-    return judge(share < 0.02, share=share, flops=work, identity=_without_dynamic_terms())
+    identity = _change_by_composition(factor=0.0)
+    return judge(
+        share < 0.02,
+        corrected=0.02 < share < work and identity < 1e-12 < _change_by_composition(factor=1.0),
+        share=share,
+        flops=work,
+        identity=identity,
+    )
 
 
-def _without_dynamic_terms() -> float:
-    """Difference of dynamic composition from MHA if all its maps are 0: the identity remains."""
+def _change_by_composition(factor: float) -> float:
+    """Difference of dynamic composition from MHA, if all its maps are multiplied by `factor`."""
     spec = from_toml(
         "model = 12\nheads = {q = 3, dim = 4}\n"
         'modifiers = [{part = "DynamicComposition", static = "full"}]'
@@ -167,7 +205,7 @@ def _without_dynamic_terms() -> float:
     plain = make_layer(design(model=12, heads=3))
     x = sample(1, 1, 7, 12)
     state = {
-        name: torch.zeros_like(weight) if name.startswith("dynamic_composition.") else weight
+        name: weight * factor if name.startswith("dynamic_composition.") else weight
         for name, weight in layer.state_dict().items()
     }
     layer.load_state_dict(state | dict(plain.state_dict()))
@@ -175,15 +213,15 @@ def _without_dynamic_terms() -> float:
 
 
 def low_rank_scores(*, mixed: bool = True) -> Outcome:
-    """Rank of the scores of 3 heads of 5 channels over 11 tokens, alone and mixed over heads."""
-    q, k = samples((3, 11, 5), (3, 11, 5))
-    scores = q @ k.mT
-    mixing = sample(3, 3, 3) if mixed else torch.eye(3, dtype=scores.dtype)
-    both = [
-        int(torch.linalg.matrix_rank(each[0]))
-        for each in (scores, torch.einsum("gh,hts->gts", mixing, scores))
-    ]
-    return judge(both[0] == 5 < both[1], alone=both[0], mixed=both[1], tokens=11)
+    """Rank of the scores of 3 heads of 5 channels over 11 tokens, alone and composed (DCMHA)."""
+    x = sample(1, 1, 11, 12)
+    ranks = []
+    for modifiers in ("", '{part = "DynamicComposition"}' if mixed else ""):
+        text = f"model = 12\nheads = {{q = 3, dim = 5}}\nmodifiers = [{modifiers}]"
+        probe = Probe("scores")
+        make_layer(from_toml(text))(x, probe=probe)
+        ranks.append(int(torch.linalg.matrix_rank(probe.tensors["scores"][0, 0].detach())))
+    return judge(ranks[0] == 5 < ranks[1], alone=ranks[0], mixed=ranks[1], tokens=11)
 
 
 def pairs_of_circuits(*, pairs: bool = True) -> Outcome:
@@ -203,20 +241,31 @@ def pairs_of_circuits(*, pairs: bool = True) -> Outcome:
     used = [(i, j) for i, j in product(range(3), repeat=2) if pairs or i == j]
     total = torch.stack([mixing[j, i] * weights[j] @ v[i] @ blocks[i].T for i, j in used]).sum(0)
     difference = largest_difference(total, layer(x[None])[0])
-    return judge(difference < 1e-12, difference=difference, pairs=len(used))
+    reached = torch.tensor(influence_of_heads()["DCMHA"]) > 1e-6  # by the dynamic map, all pairs
+    return judge(difference < 1e-12 and bool(reached.all()), difference=difference, pairs=len(used))
 
 
 def query_key_circuit(*, width: int = 4) -> Outcome:
     """Test if W_Q W_K is defined for matrices of 12 x width, and scores by x W_Q W_K^T x^T."""
+    layer = make_layer(design(model=12, heads=1, dim=width))
     x = sample(1, 7, 12)
-    w_q = sample(2, 12, width)
-    w_k = sample(3, 12, width)
-    difference = largest_difference(x @ (w_q @ w_k.T) @ x.T, (x @ w_q) @ (x @ w_k).T)
+    w_q, w_k = (layer.state_dict()[f"project.{side}"].T for side in "qk")
+    probe = Probe("scores")
+    layer(x[None], probe=probe)
+    circuit = next(iter(get_circuits(layer).values())).qk_circuit(0)
+    scores = x @ (w_q @ w_k.T) @ x.T
+    errors = [
+        largest_difference(scores, x @ circuit.left @ circuit.right @ x.T),
+        largest_difference(scores / math.sqrt(width), probe.tensors["scores"][0, 0]),
+    ]
+    difference = max(errors)
     try:
         product = " x ".join(map(str, (w_q @ w_k).shape))
     except RuntimeError:
         product = "-"
-    return judge(product != "-", product=product, difference=difference)
+    return judge(
+        product != "-", corrected=difference < 1e-12, product=product, difference=difference
+    )
 
 
 def circuits_of_a_model(*, site: str = "decoder.1.cross") -> Outcome:

@@ -5,19 +5,21 @@ mechanisms.
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import combinations, product
+from statistics import fmean
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import costs
+from ..attention.interfaces.core_types import Probe
 from ..attention.position_embeddings import sinusoidal_table
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
-from ..observe.bundled_sample import load_sample_model, load_sample_trace
+from ..observe.bundled_sample import load_sample_model
 from ..observe.head_analysis.rank_analysis import measure_qk_spectra
 from .attention_mechanism import cost_by_heads
-from .catalogue import ItemList, Outcome, judge, judge_condition
+from .catalogue import ItemList, Outcome, Verdict, judge, judge_condition
 from .matrix_figures import draw_matrices
 from .measured_layers import (
     complexity_by_layer,
@@ -29,6 +31,7 @@ from .measured_layers import (
     weights_of,
 )
 from .parameters_and_scaling import sample_scores
+from .translator_runs import NUM_TEXTS, holds_the_energy, load_translator, record_weights
 
 
 def _weights(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
@@ -49,7 +52,8 @@ def soft_addressing(*, sharp: float = 100.0) -> Outcome:
     weights = {name: _weights(q, k, scale) for name, scale in scales}
     entropies = {name: float(entropy(rows).mean()) for name, rows in weights.items()}
     most = math.log(8)
-    ordered = abs(entropies["average"] - most) < 1e-9 and entropies["hard"] < 0.1 * most
+    is_between = entropies["hard"] < 0.1 * most < entropies["soft"] < 0.99 * most
+    ordered = abs(entropies["average"] - most) < 1e-9 and is_between
     titles = ("scale near 0", "scale 1/sqrt(d_k)", f"scale {sharp:g}")
     figure = draw_matrices(zip(titles, weights.values(), strict=True))
     return judge(ordered, **entropies, most=most, figure=figure)
@@ -57,11 +61,19 @@ def soft_addressing(*, sharp: float = 100.0) -> Outcome:
 
 def square_root_of_width(*, exponent: float = 0.5) -> Outcome:
     """Standard deviation of scores over d_k^exponent, for d_k = 4, 64 and 1024."""
-    deviations = {
-        f"std_{width}": float((sample_scores(width) / width**exponent).std())
-        for width in (4, 64, 1024)
+    deviations = _deviations(None if exponent == 0.5 else exponent)
+    others = [_deviations(other) for other in (0.25, 1.0)]
+    keeps = [max(each.values()) < 1.1 * min(each.values()) for each in (deviations, *others)]
+    return judge(keeps == [True, False, False], **deviations)
+
+
+def _deviations(exponent: float | None) -> dict[str, float]:
+    """The deviation of scores over d_k^exponent for three d_k; without, with the layer's scale."""
+    scales = {width: None if exponent is None else width**-exponent for width in (4, 64, 1024)}
+    return {
+        f"std_{width}": float(sample_scores(width, scale=scale).std())
+        for width, scale in scales.items()
     }
-    return judge(max(deviations.values()) / min(deviations.values()) < 1.1, **deviations)
 
 
 def sum_or_concat(*, tied: bool = True) -> Outcome:
@@ -82,7 +94,12 @@ def sum_or_concat(*, tied: bool = True) -> Outcome:
     x = sample(1, 1, 7, 12)
     difference = largest_difference(summed(x), concat(x))
     ranks = [int(torch.linalg.matrix_rank(weight)) for weight in (block.repeat(1, 3), own)]
-    return judge(difference < 1e-12, difference=difference, sum_rank=ranks[0], concat_rank=ranks[1])
+    return judge(
+        difference < 1e-12 and ranks[0] < ranks[1],
+        difference=difference,
+        sum_rank=ranks[0],
+        concat_rank=ranks[1],
+    )
 
 
 def unseen_angles(*, trained: int = 64, model: int = 64) -> Outcome:
@@ -94,8 +111,16 @@ def unseen_angles(*, trained: int = 64, model: int = 64) -> Outcome:
     nearest = torch.cdist(beyond, trained_rows).amin(-1)
     spacing = float((table[1] - table[0]).norm())
     unseen = int((periods > trained).sum())
+    distance = float(nearest[-1])
+    # a sine and a cosine of one angle have squares that sum to 1
+    is_circle = largest_difference(table.square().sum(-1), torch.tensor(model / 2)) < 1e-9
     return judge(
-        unseen == 0, unseen=unseen, pairs=model // 2, distance=float(nearest[-1]), spacing=spacing
+        unseen == 0,
+        corrected=is_circle and distance > 2 * spacing,
+        unseen=unseen,
+        pairs=model // 2,
+        distance=distance,
+        spacing=spacing,
     )
 
 
@@ -112,63 +137,70 @@ def cheaper_than_recurrence(*, tokens: int = 512, model: int = 512) -> Outcome:
         "dearer": gru.dearer or 0,
         "serial": gru.serial,
     }
-    return judge(attention.flops <= gru.flops, **numbers, tokens=tokens)
+    work = 8 * tokens * model**2 + 4 * tokens**2 * model
+    is_counted = (attention.flops, gru.flops) == (work, 12 * tokens * model**2)
+    has_steps = (attention.serial, gru.serial, gru.dearer) == (1, tokens, model + 1)
+    holds = attention.flops <= gru.flops and is_counted and has_steps
+    return judge(holds, **numbers, tokens=tokens)
 
 
 def redundant_heads(*, trace_heads: bool = True) -> Outcome:
-    """Mean Jensen-Shannon divergence of head pairs in a layer of the bundled translator, against
-    chance.
+    """Mean Jensen-Shannon divergence of head pairs in a layer of the bundled translator over
+    held-out texts, against chance.
 
     For chance, the keys of the second head are permuted. Without `trace_heads`, six heads each
     attend to another token.
     """
-    layers = _translator_weights() if trace_heads else [torch.eye(6, dtype=torch.float64)[:, None]]
+    layers = [[torch.eye(6, dtype=torch.float64)[None, :, None]]]
+    if trace_heads:
+        net = load_translator()
+        sites = [site for site, _ in net.spec.attention_specs()]
+        bidirectional = [one for one in sites if "encoder" in one or "cross" in one]
+        layers = [record_weights(net, site) for site in bidirectional]
     pairs = []
     chance = []
-    for heads in layers:
-        for number, one in enumerate(heads):
-            for other in heads[number + 1 :]:
-                pairs.append(_divergence(one, other))
-                order = torch.randperm(
-                    other.shape[-1], generator=torch.Generator().manual_seed(len(pairs))
-                )
-                chance.append(_divergence(one, other[:, order]))
-    mean = sum(pairs) / len(pairs)
-    by_chance = sum(chance) / len(chance)
+    for batches in layers:
+        for one, other in combinations(range(6), 2):
+            generator = torch.Generator().manual_seed(len(pairs))
+            gaps = []
+            permuted = []
+            for weights in batches:
+                order = torch.randperm(weights.shape[-1], generator=generator)
+                gaps.append(_divergence(weights[:, one], weights[:, other]))
+                permuted.append(_divergence(weights[:, one], weights[:, other][..., order]))
+            pairs.append(fmean(gaps))
+            chance.append(fmean(permuted))
+    mean = fmean(pairs)
+    by_chance = fmean(chance)
     return judge(
-        mean < 0.9 * by_chance, closest=min(pairs), mean=mean, chance=by_chance, pairs=len(pairs)
+        0 < mean < 0.9 * by_chance,
+        closest=min(pairs),
+        mean=mean,
+        chance=by_chance,
+        pairs=len(pairs),
+        texts=NUM_TEXTS,
     )
-
-
-def _translator_weights() -> list[Tensor]:
-    """Weights [head, query, key] of the layers of the bundled translator without a causal mask."""
-    trace = load_sample_trace()
-    weights: list[Tensor] = []
-    for layer in trace.layers:
-        if not layer.calls[0].causal:
-            heads = [trace.head_weights(layer.name, head) for head in range(layer.heads)]
-            weights.append(torch.stack(list(map(torch.as_tensor, heads))).double())
-    return weights
 
 
 def _divergence(one: Tensor, other: Tensor) -> float:
     return float((entropy((one + other) / 2) - (entropy(one) + entropy(other)) / 2).mean())
 
 
-def shared_query_key_dimensions(*, draws: int = 8, model: object = None) -> Outcome:
+def shared_query_key_dimensions(*, draws: int = 8, model: nn.Module | None = None) -> Outcome:
     """Dimensions for 90 % of the squared singular values of the summed W_Q W_K^T, and of Gaussian
     weights.
     """
     net = load_sample_model() if model is None else model
-    spectra = measure_qk_spectra(
-        net,  # pyright: ignore[reportArgumentType] - a torch module
-        num_draws=draws,
-    )
+    spectra = measure_qk_spectra(net, num_draws=draws)
     shares = [layer.summed.dims / layer.summed.chance for layer in spectra]
     smallest = min(spectra, key=lambda layer: layer.summed.dims / layer.summed.chance).summed
     mean = sum(shares) / len(shares)
     return judge(
-        mean < 0.8, share=mean, dims=smallest.dims, chance=smallest.chance, layers=len(spectra)
+        mean < 0.8 and holds_the_energy(net, spectra),
+        share=mean,
+        dims=smallest.dims,
+        chance=smallest.chance,
+        layers=len(spectra),
     )
 
 
@@ -188,7 +220,8 @@ def one_changed_bit(*, normalised: bool = True) -> Outcome:
         before, after = (layer(table[b][None])[0, -1].detach() for b in (bits, other))
         changes[f"change_{tokens}"] = float((after - before).norm()) * (1 if normalised else tokens)
     factor = changes["change_16"] / changes["change_1024"]
-    return judge(factor < 8, **changes, factor=factor)
+    corrected = factor > 16 and min(changes.values()) > 0
+    return judge(factor < 8, corrected=corrected, **changes, factor=factor)
 
 
 # --- Section 7: five misconceptions ---------------------------------------------------------------
@@ -200,6 +233,17 @@ def weighted_mean(*, normaliser: str = "Softmax") -> Outcome:
 
     With normaliser "Sigmoid" the weights do not sum to 1, and outputs can leave the range.
     """
+    numbers = _mean_of_values(normaliser)
+    sigmoid = _mean_of_values("Sigmoid")
+    is_mean = {
+        name: each["outside"] <= 1e-12 and abs(each["row_sum"] - 1) < 1e-9
+        for name, each in (("given", numbers), ("sigmoid", sigmoid))
+    }
+    depends = numbers["changed"] > 1e-6
+    return judge(not is_mean["given"], corrected=depends and not is_mean["sigmoid"], **numbers)
+
+
+def _mean_of_values(normaliser: str) -> dict[str, float]:
     spec = from_toml(
         f'model = 8\nheads = {{q = 2, dim = 4}}\nnormaliser = {{part = "{normaliser}"}}'
     )
@@ -211,12 +255,11 @@ def weighted_mean(*, normaliser: str = "Softmax") -> Outcome:
     values = (source[0] @ layer.state_dict()["project.v"].T).unflatten(-1, (2, 4))
     outputs = layer.head_outputs(one, source=source).detach()[0]
     outside = torch.maximum(outputs - values.amax(0), values.amin(0) - outputs).amax()
-    changed = largest_difference(*weights)
-    row_sum = float(weights[0].sum(-1).max())
-    inside = float(outside) <= 1e-12 and abs(row_sum - 1) < 1e-9
-    return judge(
-        changed > 1e-6 and not inside, changed=changed, row_sum=row_sum, outside=float(outside)
-    )
+    return {
+        "changed": largest_difference(*weights),
+        "row_sum": float(weights[0].sum(-1).max()),
+        "outside": float(outside),
+    }
 
 
 def not_an_ensemble(*, independent: bool = False) -> Outcome:
@@ -266,6 +309,7 @@ def unequal_lengths(*, queries: int = 7, keys: int = 13, modifiers: str = "") ->
     works = cross == (1, queries, 12) and [shape[1] for shape in shapes] == [1, queries, keys]
     return judge(
         not works,
+        corrected=difference < 1e-12,
         cross=f"{cross[1]} x {keys}",
         padded=difference,
         lengths=ItemList(f"1, {queries}, {keys}"),
@@ -295,8 +339,13 @@ def heads_need_not_divide(*, model: int = 10, heads: int = 3, width: int = 4) ->
     spec = design(model=model, heads=heads, dim=width)
     shape = make_layer(spec)(sample(1, 1, 5, model)).shape
     works = shape[-1] == model and heads * width != model
+    parameters = costs.count_parameters(spec)
     return judge(
-        not works, width=heads * width, model=model, parameters=costs.count_parameters(spec)
+        not works,
+        corrected=parameters == 4 * model * heads * width,
+        width=heads * width,
+        model=model,
+        parameters=parameters,
     )
 
 
@@ -304,8 +353,13 @@ def more_heads_cost_more(*, width: int | None = None) -> Outcome:
     """Parameters, FLOPs and scores for 1 to 32 heads at d = 512; `width` fixes
     the width of a head.
     """
-    numbers = cost_by_heads(width=width).numbers
-    return judge(float(numbers["params_32"]) > float(numbers["params_1"]), **numbers)
+    counted = cost_by_heads(width=width)
+    numbers = counted.numbers
+    return judge(
+        float(numbers["params_32"]) > float(numbers["params_1"]),
+        corrected=counted.verdict == Verdict.HOLDS,
+        **numbers,
+    )
 
 
 # --- Section 8: further mechanisms ----------------------------------------------------------------
@@ -328,8 +382,12 @@ def graph_edges(*, complete: bool = False) -> Outcome:
     jacobian = torch.func.jacrev(lambda x: layer(x[None])[0, 0])(x).detach()
     far = float(jacobian[:, 3].abs().max())
     difference = largest_difference(all_pairs(x[None]), full(x[None]))
+    near = float(jacobian[:, [1, 5]].abs().amax((0, 2)).min())
     return judge(
-        far < 1e-12 and difference < 1e-12, pairs=len(edges), far=far, difference=difference
+        far < 1e-12 < near and difference < 1e-12,
+        pairs=len(edges),
+        far=far,
+        difference=difference,
     )
 
 
@@ -358,16 +416,23 @@ def long_patterns(*, window: int = 513) -> Outcome:
             for spec in specs
         ]
         shares[name] = flops[0] / flops[1]
-    return judge(max(shares.values()) < 0.25, **shares)
+    places = torch.arange(4096)
+    near = (places[:, None] - places).abs() <= window // 2
+    near[0] = near[:, 0] = True
+    is_counted = abs(shares["longformer"] - float(near.double().mean())) < 1e-9
+    return judge(max(shares.values()) < 0.25 and is_counted, **shares)
 
 
 def width_for_each_head(*, heads: int = 64) -> Outcome:
     """Rank of the scores of one head over 50 tokens of width 512, for 1 head, 8
     heads and `heads`.
     """
-    x = sample(1, 50, 512)
+    x = sample(1, 1, 50, 512)
     numbers = {}
     for name, count in (("h1", 1), ("h8", 8), ("many", heads)):
-        w_q, w_k = (sample(seed, 512, 512 // count) for seed in (2, 3))
-        numbers[name] = int(torch.linalg.matrix_rank((x @ w_q) @ (x @ w_k).T, rtol=1e-9))
-    return judge(numbers["many"] < numbers["h8"], **numbers, heads=heads, width=512 // heads)
+        probe = Probe("scores")
+        make_layer(design(model=512, heads=count))(x, probe=probe)
+        scores = probe.tensors["scores"][0, 0].detach()
+        numbers[name] = int(torch.linalg.matrix_rank(scores, rtol=1e-9))
+    holds = numbers["many"] == 512 // heads < numbers["h8"]
+    return judge(holds, **numbers, heads=heads, width=512 // heads)

@@ -13,17 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..attention.interfaces.core_types import Probe
 from ..attention.multihead_attention import MultiHeadAttention
 from ..attention.op_trace import walk
 from ..attention.presets import design
+from ..attention.tensor_attention import attend
 from ..models.families import read_model_spec
-from ..observe.bundled_sample import load_sample_table
 from ..report.data import Figure
 from .attention_mechanism import causal_mask
 from .catalogue import Outcome, judge, judge_condition
 from .kernel_lookup import cross_attention, one_source_or_two
 from .matrix_figures import draw_matrices
 from .measured_layers import largest_difference, make_layer, sample, size_text
+from .translator_runs import MEASURED_TEXTS, measure_translator
 
 __all__ = ["causal_mask", "cross_attention", "one_source_or_two"]
 
@@ -86,8 +88,12 @@ def harvard_listing(*, heads: int = 3, ours: int = 3) -> Outcome:
     mask[:, :, 0] = True
     equal = largest_difference(listing(x, x, x, mask), layer(x, x, x, mask))
     mask[0, 1] = False
-    hidden = largest_difference(listing(x, x, x, mask), layer(x, x, x, mask))
-    return judge_condition(equal < 1e-12, hidden < 1e-12, visible=equal, hidden=hidden)
+    outputs = layer(x, x, x, mask)
+    hidden = largest_difference(listing(x, x, x, mask), outputs)
+    gives_bias = largest_difference(outputs[0, 1], layer.output.bias) < 1e-12
+    return judge_condition(
+        equal < 1e-12 and gives_bias, hidden < 1e-12, visible=equal, hidden=hidden
+    )
 
 
 def shapes_of_the_steps(*, heads: int = 8) -> Outcome:
@@ -140,20 +146,27 @@ def three_or_many_matrices(*, blocks: str = "columns") -> Outcome:
     """Queries by one large matrix and view, and by one small matrix per head; `blocks` is how the
     matrix is cut.
     """
+    layer = make_layer(design(model=12, heads=3))
     x = sample(1, 7, 12)
-    w_q = sample(2, 12, 12)
-    large = (x @ w_q).view(7, 3, 4)
+    probe = Probe("q")
+    layer(x[None], probe=probe)
+    w_q = layer.state_dict()["project.q"].T
     channels = torch.arange(12)
     columns = channels.view(3, 4) if blocks == "columns" else channels.view(4, 3).T
     small = torch.stack([x @ w_q[:, own] for own in columns], 1)
-    difference = largest_difference(large, small)
-    return judge(difference > 1e-12, difference=difference)
+    difference = largest_difference(probe.tensors["q"][0], small)
+    return judge(difference > 1e-12, corrected=difference <= 1e-12, difference=difference)
 
 
-def eight_dimensions(*, width: int = 64) -> Outcome:
-    """Dimensions of the sub-space of one of 8 heads, by the rank of its projection."""
-    rank = int(torch.linalg.matrix_rank(sample(1, 512, width)))
-    return judge(rank == 8, heads=8, rank=rank)
+def eight_dimensions(*, width: int | None = None) -> Outcome:
+    """Dimensions of the sub-space of one of 8 heads at d = 512, by the rank of its queries."""
+    layer = make_layer(design(model=512, heads=8, dim=width))
+    probe = Probe("q")
+    layer(sample(1, 1, 100, 512), probe=probe)
+    queries = probe.tensors["q"][0].detach()
+    rank = int(torch.linalg.matrix_rank(queries[:, 0]))
+    heads = queries.shape[1]
+    return judge(rank == 8, corrected=(heads, rank) == (8, 64), heads=heads, rank=rank)
 
 
 def three_or_four_axes(*, transpose: bool = True) -> Outcome:
@@ -163,7 +176,7 @@ def three_or_four_axes(*, transpose: bool = True) -> Outcome:
     q, k, v = (sample(seed, 2, 7, 3, 4) for seed in (1, 2, 3))
     four = [t.transpose(1, 2) for t in (q, k, v)]
     three = [(t.transpose(1, 2) if transpose else t).reshape(6, 7, 4) for t in (q, k, v)]
-    outputs = [(a @ b.mT / 2).softmax(-1) @ c for a, b, c in (four, three)]
+    outputs = [attend(*tensors)[0] for tensors in (four, three)]
     difference = largest_difference(outputs[0].reshape(6, 7, 4), outputs[1])
     return judge(difference < 1e-12, difference=difference)
 
@@ -177,7 +190,13 @@ def merged_tensor(*, tokens: int = 10) -> Outcome:
     last = max(number for number, step in enumerate(steps) if step.shape == scores)
     output = next(step.shape for step in steps[last + 1 :] if len(step.shape) == 4)
     text = {"scores": " x ".join(map(str, scores)), "output": " x ".join(map(str, output))}
-    return judge(sorted(output) == sorted(scores), **text, merged=output[-1] * 8)
+    merged = steps[-2].shape
+    return judge(
+        sorted(output) == sorted(scores),
+        corrected=(scores, output, merged) == ((5, 8, 10, 10), (5, 8, 10, 64), (5, 10, 512)),
+        **text,
+        merged=output[-1] * 8,
+    )
 
 
 def contiguous_copies(*, transposed: bool = False) -> Outcome:
@@ -188,7 +207,10 @@ def contiguous_copies(*, transposed: bool = False) -> Outcome:
         for tensor in (x, x.transpose(1, 2))
     ]
     return judge(
-        copies[1] if transposed else copies[0], contiguous=str(copies[0]), transposed=str(copies[1])
+        copies[1] if transposed else copies[0],
+        corrected=copies == [False, True],
+        contiguous=str(copies[0]),
+        transposed=str(copies[1]),
     )
 
 
@@ -204,7 +226,12 @@ def shape_of_the_mask(*, width: int = 12) -> Outcome:
         message = "-"
     except ValueError as error:
         message = str(error)
-    return judge(message == "-", right=" x ".join(map(str, shape)), message=message)
+    return judge(
+        message == "-",
+        corrected=shape == x.shape,
+        right=" x ".join(map(str, shape)),
+        message=message,
+    )
 
 
 def encoder_layer(*, same: bool = True) -> Outcome:
@@ -237,7 +264,8 @@ def output_shape(*, with_output: bool = True) -> Outcome:
     heads = layer.head_outputs(x).flatten(-2).detach()
     output = layer(x).detach() if with_output else heads
     shapes = {name: size_text(each) for name, each in (("input", x), ("heads", heads))}
-    return judge(output.shape == x.shape, **shapes)
+    is_wider = heads.shape == (2, 5, 15)
+    return judge(output.shape == x.shape and is_wider, **shapes)
 
 
 def one_product_or_many(*, heads: int = 8) -> Outcome:
@@ -249,13 +277,13 @@ def one_product_or_many(*, heads: int = 8) -> Outcome:
 
     def at_once() -> Tensor:
         q, k, v = ((x @ matrix).unflatten(-1, (heads, -1)).transpose(1, 2) for matrix in matrices)
-        return (_weights(q, k) @ v).transpose(1, 2).flatten(2)
+        return attend(q, k, v)[0].transpose(1, 2).flatten(2)
 
     def in_a_loop() -> Tensor:
         outputs = []
         for parts in zip(*(matrix.chunk(heads, 1) for matrix in matrices), strict=True):
             q, k, v = (x @ part for part in parts)
-            outputs.append(_weights(q, k) @ v)
+            outputs.append(attend(q, k, v)[0])
         return torch.cat(outputs, -1)
 
     with _CountedProducts() as whole:
@@ -272,16 +300,12 @@ def one_product_or_many(*, heads: int = 8) -> Outcome:
     ratio = fastest[in_a_loop] / fastest[at_once]
     products = loop.count / whole.count
     return judge(
-        products > 1 and ratio > 1,
+        products > 1 and ratio > 1 and difference < 1e-4,
         ratio=ratio,
         difference=difference,
         heads=heads,
         products=products,
     )
-
-
-def _weights(q: Tensor, k: Tensor) -> Tensor:
-    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
 
 
 class _CountedProducts(TorchDispatchMode):
@@ -295,10 +319,8 @@ class _CountedProducts(TorchDispatchMode):
 
 
 def cross_heads_align(*, role: str = "cross") -> Outcome:
-    """Heads of the bundled translator's cross-attention that align words, by the stored
-    measurement.
-    """
-    table = load_sample_table()
+    """Heads of the bundled translator's cross-attention that align words, over held-out texts."""
+    table = measure_translator()
     heads = [head for head in table.heads if head.site.endswith(role)]
     aligned = sum("alignment" in [one.name for one in head.classes] for head in heads)
     numbers = {"best": 0.0, "chance": 0.0}
@@ -306,7 +328,8 @@ def cross_heads_align(*, role: str = "cross") -> Outcome:
         for measure in filter(None, map(head.measures.get, ALIGNMENT)):
             if measure.value > numbers["best"]:
                 numbers = {"best": measure.value, "chance": measure.chance}
-    return judge(aligned > len(heads) / 2, aligned=aligned, heads=len(heads), **numbers)
+    holds = aligned > len(heads) / 2 and numbers["best"] > 2 * numbers["chance"]
+    return judge(holds, aligned=aligned, heads=len(heads), texts=MEASURED_TEXTS, **numbers)
 
 
 def places_of_attention(*, model: str = "transformer-base") -> Outcome:

@@ -4,7 +4,6 @@ sparsity.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import product
 
@@ -13,16 +12,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import costs
-from ..attention.presets import design
+from ..attention.attention import Attention
+from ..attention.interfaces.core_types import Probe
+from ..attention.parts import REGISTRY
+from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
 from ..costs.complexity import LAYERS, WIDTH, longest_chain
-from ..observe.bundled_sample import load_sample_table, load_sample_trace
+from ..models.distributed.head_partition import partition_heads
 from .attention_mechanism import parallel_equals_sequential
 from .catalogue import Outcome, judge, judge_condition
 from .measured_layers import largest_difference, make_layer, sample, samples
 from .misconceptions import not_an_ensemble
 from .parameters_and_scaling import equal_widths_needed
 from .self_attention_basics import heads_share_weights
+from .translator_runs import (
+    MEASURED_TEXTS,
+    NUM_TEXTS,
+    load_translator,
+    measure_translator,
+    record_weights,
+)
 
 __all__ = ["equal_widths_needed", "parallel_equals_sequential"]
 
@@ -35,12 +44,24 @@ def embedding_in_pieces(*, cut: bool = False) -> Outcome:
     if cut:
         for head in range(4):
             weight[head, :, : 3 * head] = weight[head, :, 3 * head + 3 :] = 0
-    read = int((weight[0].abs().amax(0) > 0).sum())
-    x = sample(2, 12)
     layer = make_layer(design(model=12, heads=4))
     layer.load_state_dict(layer.state_dict() | {"project.q": weight.flatten(0, 1)})
-    slopes = torch.func.jacrev(lambda x: x @ layer.state_dict()["project.q"][:3].T)(x)
-    return judge(int((slopes.abs().amax(0) > 0).sum()) == 3, channels=read, width=12, per_head=3)
+
+    def query_of_first_head(x: Tensor) -> Tensor:
+        probe = Probe("q")
+        layer(x[None, None], probe=probe)
+        return probe.tensors["q"][0, 0, 0]
+
+    slopes = torch.autograd.functional.jacobian(query_of_first_head, sample(2, 12))
+    assert isinstance(slopes, Tensor)
+    channels = int((slopes.abs().amax(0) > 0).sum())
+    return judge(
+        channels == len(slopes),
+        corrected=channels == 12 and len(slopes) == 3,
+        channels=channels,
+        width=12,
+        per_head=len(slopes),
+    )
 
 
 def large_diagonal(*, tied: bool = False) -> Outcome:
@@ -53,18 +74,28 @@ def large_diagonal(*, tied: bool = False) -> Outcome:
         for name, value in _diagonal(True).items()
         if name in ("mean", "weight")
     }
-    return judge(numbers["mean"] > 3 * numbers["spread"], **numbers, **equal, uniform=1 / 64)
+    differs = abs(numbers["mean"]) < 0.1 * numbers["spread"] and equal["tied_weight"] > 0.5
+    return judge(
+        numbers["mean"] > 3 * numbers["spread"],
+        corrected=differs and abs(64 * numbers["weight"] - 1) < 0.2,
+        **numbers,
+        **equal,
+        uniform=1 / 64,
+    )
 
 
 def _diagonal(tied: bool) -> dict[str, float]:
-    x = sample(1, 200, 64, 64)
     width = 64
-    w_q = sample(2, 64, width) / 8
-    w_k = w_q if tied else sample(3, 64, width) / 8
-    scores = (x @ w_q) @ (x @ w_k).mT / math.sqrt(width)
+    w_q = sample(2, width, width).T / 8
+    w_k = w_q if tied else sample(3, width, width).T / 8
+    layer = make_layer(design(model=width, heads=1))
+    layer.load_state_dict(layer.state_dict() | {"project.q": w_q, "project.k": w_k})
+    probe = Probe("scores", "weights")
+    layer(sample(1, 200, 64, width), probe=probe)
+    scores, weights = (probe.tensors[name][:, 0].detach() for name in ("scores", "weights"))
     diagonal = scores.diagonal(0, -2, -1)
     off = scores[:, ~torch.eye(64, dtype=torch.bool)]
-    weight = scores.softmax(-1).diagonal(0, -2, -1).mean()
+    weight = weights.diagonal(0, -2, -1).mean()
     return {
         "mean": float(diagonal.mean()),
         "spread": float(off.std()),
@@ -76,7 +107,8 @@ def _diagonal(tied: bool) -> dict[str, float]:
 def own_projections(*, kv: int = 3) -> Outcome:
     """Count heads, of 3, with outputs that change when W_K of one key head changes."""
     numbers = heads_share_weights(kv=kv).numbers
-    return judge(numbers["changed"] == 1, **numbers)
+    in_mqa = heads_share_weights(kv=1).numbers["changed"]
+    return judge(numbers["changed"] == 1 and in_mqa == 3, **numbers)
 
 
 def sizes_of_the_paper(*, heads: int = 8, model: int = 512) -> Outcome:
@@ -101,15 +133,23 @@ def llama_listing(*, bias: str = "") -> Outcome:
 
 
 def heads_over_ranks(*, ranks: int = 16, kv_heads: int = 8, heads: int = 32) -> Outcome:
-    """n_kv_heads // model_parallel and the repetitions n_rep, for 8 and for `ranks` ranks."""
+    """n_kv_heads // model_parallel for 8 and for `ranks` ranks, and the heads that headwise gives
+    to each rank.
+    """
     local = {8: kv_heads // 8, ranks: kv_heads // ranks}
+    spec = design(model=512, heads=heads, kv=kv_heads)
+    counts = {}
+    for count in (8, ranks):
+        parts = [part.spec.heads for part in partition_heads("layer", spec, count)]
+        counts[count] = {(part.q, part.kv) for part in parts}
+    needed = {count: {(heads // count, max(1, local[count]))} for count in counts}
     numbers = {
         "at_8": local[8],
         "at_many": local[ranks],
         "ranks": ranks,
         "q_at_many": heads // ranks,
     }
-    return judge_condition(local[8] > 0, local[ranks] > 0, **numbers)
+    return judge_condition(local[8] > 0 and counts == needed, local[ranks] > 0, **numbers)
 
 
 def capacity_of_one_head(*, width: int | None = None) -> Outcome:
@@ -121,11 +161,19 @@ def capacity_of_one_head(*, width: int | None = None) -> Outcome:
     one, eight = (
         costs.count_parameters(design(model=512, heads=heads, dim=width)) for heads in (1, 8)
     )
-    weight = make_layer(design(model=64, heads=1)).state_dict()["project.q"]
-    x = sample(1, 100, 64)
-    rank = int(torch.linalg.matrix_rank((x @ sample(2, 64, 8)) @ (x @ sample(3, 64, 8)).T))
-    zeros = float((weight.abs() < 1e-12).double().mean())
-    return judge(one < eight or zeros > 0.5, one=one, eight=eight, zeros=zeros, rank=rank)
+    layer = Attention(design(model=64, heads=8)).double()
+    zeros = float((layer.state_dict()["project.q"].abs() < 1e-12).double().mean())
+    probe = Probe("scores")
+    layer(sample(1, 1, 100, 64), probe=probe)
+    rank = int(torch.linalg.matrix_rank(probe.tensors["scores"][0, 0].detach()))
+    return judge(
+        one < eight or zeros > 0.5,
+        corrected=one == eight == 4 * 512**2 and zeros == 0 and rank == 8,
+        one=one,
+        eight=eight,
+        zeros=zeros,
+        rank=rank,
+    )
 
 
 def equal_importance(*, equal: bool = False) -> Outcome:
@@ -148,7 +196,12 @@ def equal_importance(*, equal: bool = False) -> Outcome:
     norms = parts.flatten(1).norm(dim=1)
     difference = largest_difference(parts.sum(0), layer.merge_heads(o))
     ratio = float(norms.max() / norms.min())
-    return judge(ratio < 1 + 1e-9, ratio=ratio, difference=difference)
+    return judge(
+        ratio < 1 + 1e-9,
+        corrected=ratio > 1.01 and difference < 1e-12,
+        ratio=ratio,
+        difference=difference,
+    )
 
 
 def shape_of_w_o(*, vdim: int | None = None) -> Outcome:
@@ -180,17 +233,29 @@ def larger_block_of_w_o(*, side: str = "o") -> Outcome:
 
 
 def convolution_by_heads(*, heads: int = 3) -> Outcome:
-    """A convolution of 3 tokens against heads that each attend to one offset, with the kernel's
-    slices as W_V W_O.
+    """A convolution of 3 tokens against heads that each attend to one offset by learned scores, with
+    the kernel's slices as W_V W_O.
     """
     x = sample(1, 9, 4)
     kernel = sample(2, 5, 4, 3)
+    padded = F.pad(x, (0, 1, 1, 1))  # a last channel for the width 5 of the outputs
     convolved = F.conv1d(x.T[None], kernel, padding=1)[0].T
-    summed = torch.zeros_like(convolved)
-    for head in range(heads):
-        weights = torch.diag(torch.ones(9 - abs(head - 1), dtype=x.dtype), head - 1)
-        summed += weights @ x @ kernel[:, :, head].T
-    difference = largest_difference(summed, convolved)
+    scores = '{part = "LearnedScores", length = 11}'
+    layer = make_layer(
+        from_toml(
+            f"model = 5\nheads = {{q = {heads}, dim = 5}}\n"
+            f'project = {{part = "ValueProjection"}}\nmodifiers = [{scores}]'
+        )
+    )
+    to_offset = [1000 * torch.eye(13, dtype=x.dtype)[1:-1, 2 - n : 13 - n] for n in range(heads)]
+    layer.load_state_dict(
+        {
+            "project.v": torch.eye(5, dtype=x.dtype).repeat(heads, 1),
+            "learned_scores.table": torch.stack(to_offset),
+            "output.o": F.pad(kernel[..., :heads], (0, 0, 0, 1)).transpose(1, 2).flatten(1),
+        }
+    )
+    difference = largest_difference(layer(padded[None])[0, 1:-1], convolved)
     return judge(difference < 1e-12, difference=difference, heads=heads)
 
 
@@ -199,29 +264,36 @@ def heads_as_ensemble(*, independent: bool = False) -> Outcome:
     models.
     """
     numbers = not_an_ensemble(independent=independent).numbers
-    return judge(float(numbers["coupling"]) < 1e-9, **numbers)
+    coupling = float(numbers["coupling"])
+    return judge(
+        coupling < 1e-9,
+        corrected=coupling > 1e-3 and float(numbers["difference"]) < 1e-12,
+        **numbers,
+    )
 
 
 def sparse_rows(*, weights: str = "translator") -> Outcome:
     """Share of the visible keys that holds 90 % of a row's mass, over the heads of the bundled
-    translator.
+    translator and held-out texts.
 
     `weights` "uniform" replaces them by uniform rows.
     """
+    net = load_translator()
     shares = []
     chance = []
-    trace = load_sample_trace()
-    for layer in trace.layers:
-        causal = layer.calls[0].causal
-        for head in range(layer.heads):
-            rows = torch.as_tensor(trace.head_weights(layer.name, head)).double()
-            visible = torch.ones_like(rows).tril() if causal else torch.ones_like(rows)
+    heads = 0
+    for site, spec in net.spec.attention_specs():
+        heads += spec.heads.q
+        for rows in record_weights(net, site):
+            visible = (rows > 0).any(1, keepdim=True).expand_as(rows).double()
             uniform = visible / visible.sum(-1, keepdim=True)
             shares.append(_support(uniform if weights == "uniform" else rows, visible))
             chance.append(_support(uniform, visible))
     mean = sum(shares) / len(shares)
     by_chance = sum(chance) / len(chance)
-    return judge(mean < by_chance / 2, support=mean, uniform=by_chance, heads=len(shares))
+    return judge(
+        mean < by_chance / 2, support=mean, uniform=by_chance, heads=heads, texts=NUM_TEXTS
+    )
 
 
 def _support(rows: Tensor, visible: Tensor) -> float:
@@ -233,9 +305,16 @@ def _support(rows: Tensor, visible: Tensor) -> float:
 
 def sparsity_and_rank(*, scale: float = 1.0) -> Outcome:
     """Rank of 50 x 50 scores of width 8 before and after softmax."""
-    scores = sample(1, 50, 8) @ sample(2, 8, 50) * scale
-    ranks = [int(torch.linalg.matrix_rank(matrix)) for matrix in (scores, scores.softmax(-1))]
-    return judge(ranks[1] <= 8, scores=ranks[0], weights=ranks[1], width=8)
+    layer = make_layer(design(model=64, heads=8))
+    probe = Probe("scores", "weights")
+    layer(sample(1, 1, 50, 64) * scale, probe=probe)
+    ranks = [
+        int(torch.linalg.matrix_rank(probe.tensors[name][0, 0].detach()))
+        for name in ("scores", "weights")
+    ]
+    return judge(
+        ranks[1] <= 8, corrected=ranks == [8, 50], scores=ranks[0], weights=ranks[1], width=8
+    )
 
 
 def messages_over_edges(*, missing: int = 0) -> Outcome:
@@ -266,19 +345,25 @@ def shallow_and_wide(*, layer: str = "attention") -> Outcome:
             f"{name}_{tokens}": longest_chain(module(sample(1, tokens, WIDTH)))
             for tokens in (32, 64)
         }
-    return judge(chains["layer_32"] == chains["layer_64"], **chains)
+    is_shallow = chains["layer_32"] == chains["layer_64"]
+    return judge(is_shallow and chains["gru_64"] > 1.5 * chains["gru_32"], **chains)
 
 
 def heads_get_roles(*, roles: Sequence[str] | None = None) -> Outcome:
-    """Heads of the bundled translator with a role as first class, and heads without; `roles`
-    default to all.
+    """Heads of the bundled translator with a role as first class over held-out texts, and heads
+    without; `roles` default to all.
     """
     first = [
-        head.classes[0].name if head.classes else "unclear" for head in load_sample_table().heads
+        head.classes[0].name if head.classes else "unclear" for head in measure_translator().heads
     ]
     named = [name for name in first if name != "unclear" and (roles is None or name in roles)]
+    kinds = set(named)
     return judge(
-        len(named) > len(first) / 2, named=len(named), heads=len(first), kinds=len(set(named))
+        len(named) > len(first) / 2 and {"alignment", "punctuation", "previous"} <= kinds,
+        named=len(named),
+        heads=len(first),
+        kinds=len(kinds),
+        texts=MEASURED_TEXTS,
     )
 
 
@@ -287,9 +372,12 @@ def softmax_is_never_zero(*, alpha: int = 1) -> Outcome:
     sparsemax.
     """
     numbers = {}
+    sparsemax = REGISTRY["Entmax"](alpha=2.0)
+    normaliser = REGISTRY["Softmax"]() if alpha == 1 else sparsemax
     for name, dtype in (("single", torch.float32), ("double", torch.float64)):
         for gap in (50, 200):
             scores = torch.tensor([0.0, -gap], dtype=dtype)
-            weight = scores.softmax(-1)[1] if alpha == 1 else ((1 + scores[1]) / 2).clamp(min=0)
-            numbers[f"{name}_{gap}"] = float(weight)
-    return judge_condition(numbers["single_50"] > 0, numbers["single_200"] > 0, **numbers)
+            numbers[f"{name}_{gap}"] = float(normaliser.normalise_row(scores, {})[1])
+    is_zero_by_design = float(sparsemax.normalise_row(torch.tensor([0.0, -50.0]), {})[1]) == 0
+    holds = min(numbers["single_50"], numbers["double_200"]) > 0 and is_zero_by_design
+    return judge_condition(holds, numbers["single_200"] > 0, **numbers)

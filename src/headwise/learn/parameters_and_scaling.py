@@ -5,32 +5,65 @@ sqrt(d_k).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import cache
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from .. import costs
+from ..attention.attention import Attention
+from ..attention.parts import REGISTRY
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
-from ..observe.bundled_sample import load_sample_trace
-from .catalogue import Outcome, judge, judge_condition
-from .measured_layers import entropy, largest_difference, make_layer, sample, samples
+from .catalogue import Outcome, Verdict, judge, judge_condition
+from .measured_layers import (
+    VALUES,
+    entropy,
+    largest_difference,
+    make_layer,
+    marked_values,
+    sample,
+    samples,
+)
+from .translator_runs import NUM_TEXTS, load_translator, record_weights
 
 KEY_WIDTHS = (4, 16, 64, 256, 1024)
 NUM_KEYS = 16
 NUM_ROWS = 512
 
 
-def sample_scores(width: int, spread: float = 1.0, mean: float = 0.0) -> Tensor:
-    """Dot products of random queries with 16 random keys, [rows, keys]."""
+def sample_scores(
+    width: int, spread: float = 1.0, mean: float = 0.0, scale: float | None = 1.0
+) -> Tensor:
+    """Scores of random queries with 16 random keys as a layer computes them, [rows, keys]; a
+    `scale` of None is the layer's own.
+    """
     queries = sample(width, NUM_ROWS, 1, width) * spread + mean
     keys = sample(width + 1, NUM_ROWS, NUM_KEYS, width) * spread + mean
-    return (queries * keys).sum(-1)
+    return compare_tokens(queries, keys, scale).squeeze(1)
+
+
+def compare_tokens(queries: Tensor, keys: Tensor, scale: float | None = None) -> Tensor:
+    """Scores [..., T, S] of scaled dot products; without a `scale`, that of the layer."""
+    similarity = REGISTRY["DotProduct"](scale=scale)
+    spec = design(model=queries.shape[-1], heads=1, similarity=similarity)
+    factor = similarity.score_scale(spec.core_of(spec.project))
+    return similarity.scores(queries, keys, factor, {})
+
+
+def softmax_weights(scores: Tensor) -> Tensor:
+    """The weights of `attend` for rows of scores [rows, keys]."""
+    unit = torch.eye(scores.shape[-1], dtype=scores.dtype)
+    return attend(scores, unit, unit, scale=1.0)[0]
 
 
 def softmax_jacobian_norm(scores: Tensor) -> float:
     """Mean Frobenius norm of diag(p) - p p^T over the rows."""
-    p = scores.softmax(-1)
+    p = softmax_weights(scores)
     jacobian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     return float(jacobian.square().sum((1, 2)).sqrt().mean())
 
@@ -49,14 +82,17 @@ def score_variance(*, repeated: bool = False) -> Outcome:
 def gradient_of_softmax(*, exponent: float = 0.5) -> Outcome:
     """Softmax Jacobian and entropy without scaling, and with scores divided by d_k^exponent."""
     numbers: dict[str, float] = {}
+    is_unit = True
     for width in KEY_WIDTHS:
         scores = sample_scores(width)
+        scaled = sample_scores(width, scale=None) if exponent == 0.5 else scores / width**exponent
         numbers[f"raw_{width}"] = softmax_jacobian_norm(scores)
-        numbers[f"scaled_{width}"] = softmax_jacobian_norm(scores / width**exponent)
+        is_unit &= abs(float(scaled.std()) - 1) < 0.1
+        numbers[f"scaled_{width}"] = softmax_jacobian_norm(scaled)
         log_p = scores.log_softmax(-1)
         numbers[f"entropy_{width}"] = float(-(log_p.exp() * log_p).sum(-1).mean())
     vanishes = numbers["raw_1024"] < numbers["raw_4"] / 3
-    steady = abs(numbers["scaled_1024"] / numbers["scaled_4"] - 1) < 0.1
+    steady = abs(numbers["scaled_1024"] / numbers["scaled_4"] - 1) < 0.1 and is_unit
     return judge(vanishes and steady, **numbers)
 
 
@@ -78,15 +114,20 @@ def scaling_and_the_mean(*, mean: float = 0.0) -> Outcome:
     mean.
     """
     scores = sample_scores(256, mean=mean)
-    width = 256
+    scaled = sample_scores(256, mean=mean, scale=None)
     numbers = {
         "mean_raw": float(scores.mean()),
-        "mean_scaled": float((scores / math.sqrt(width)).mean()),
+        "mean_scaled": float(scaled.mean()),
         "variance_raw": float(scores.var()),
-        "variance_scaled": float((scores / math.sqrt(width)).var()),
+        "variance_scaled": float(scaled.var()),
     }
     error_of_mean = math.sqrt(numbers["variance_raw"] / scores.numel())
-    return judge(abs(numbers["mean_raw"]) > 6 * error_of_mean, **numbers)
+    scales_variance = abs(numbers["variance_raw"] / 256 / numbers["variance_scaled"] - 1) < 1e-9
+    return judge(
+        abs(numbers["mean_raw"]) > 6 * error_of_mean,
+        corrected=scales_variance and 0.8 < numbers["variance_scaled"] < 1.2,
+        **numbers,
+    )
 
 
 def normalisation_is_not_scaling(*, stretch: float = 3.0) -> Outcome:
@@ -95,10 +136,17 @@ def normalisation_is_not_scaling(*, stretch: float = 3.0) -> Outcome:
     """
     queries = sample(3, 64, 256)
     keys = sample(4, 64, 256)
-    scaled = float(((stretch * queries) @ keys.T / 16).std() / (queries @ keys.T / 16).std())
+    scaled = float(
+        compare_tokens(stretch * queries, keys).std() / compare_tokens(queries, keys).std()
+    )
     normed = torch.nn.functional.layer_norm(stretch * queries, (256,)).std()
     normed_ratio = float(normed / torch.nn.functional.layer_norm(queries, (256,)).std())
-    return judge(abs(scaled - normed_ratio) < 0.01, scaled=scaled, normed=normed_ratio)
+    return judge(
+        abs(scaled - normed_ratio) < 0.01,
+        corrected=abs(scaled - stretch) < 1e-9 and abs(normed_ratio - 1) < 0.01,
+        scaled=scaled,
+        normed=normed_ratio,
+    )
 
 
 def parameters_of_one_matrix(*, matrices: int = 1, model: int = 512, width: int = 64) -> Outcome:
@@ -106,7 +154,14 @@ def parameters_of_one_matrix(*, matrices: int = 1, model: int = 512, width: int 
     shapes = design(model=model, heads=1, dim=width).shapes()
     sizes = [math.prod(shapes[f"project.{side}"]) for side in "qkv"]
     one = sum(sizes[:matrices])
-    return judge(one == 3 * model * width, one=one, three=sum(sizes))
+    three = 3 * model * width
+    of_output = math.prod(shapes["output.o"])
+    return judge(
+        one == three,
+        corrected=sizes == [three // 3] * 3 and of_output == width * model,
+        one=one,
+        three=sum(sizes),
+    )
 
 
 def total_parameters(*, model: int = 512, heads: int = 8, width: int | None = None) -> Outcome:
@@ -126,7 +181,8 @@ def total_parameters(*, model: int = 512, heads: int = 8, width: int | None = No
         "wide": other,
         "wide_formula": wide_formula,
     }
-    return judge_condition(counted == formula, other == wide_formula, **numbers)
+    has_four_biases = biased == counted + 3 * heads * width + model
+    return judge_condition(counted == formula and has_four_biases, other == wide_formula, **numbers)
 
 
 def parameters_by_heads(*, width: int | None = None) -> Outcome:
@@ -135,7 +191,11 @@ def parameters_by_heads(*, width: int | None = None) -> Outcome:
         f"h{heads}": costs.count_parameters(design(model=512, heads=heads, dim=width))
         for heads in (1, 2, 4, 8, 16, 32)
     }
-    return judge(counts["h32"] > counts["h1"], **counts)
+    return judge(
+        counts["h32"] > counts["h1"],
+        corrected=set(counts.values()) == {4 * 512**2},
+        **counts,
+    )
 
 
 def parameters_stay_equal(*, width: int | None = None) -> Outcome:
@@ -143,16 +203,28 @@ def parameters_stay_equal(*, width: int | None = None) -> Outcome:
     equally many parameters.
     """
     numbers = parameters_by_heads(width=width).numbers
-    return judge(len(set(numbers.values())) == 1, **numbers)
+    return judge(set(numbers.values()) == {4 * 512**2}, **numbers)
 
 
 def equal_widths_needed(*, query: int = 5, key: int = 4) -> Outcome:
     """Test if attend accepts queries and keys of different widths."""
+    message = _refusal(query, key)
+    return judge(
+        message == "-",
+        corrected=_refusal(key, key) == "-" != message,
+        query=query,
+        key=key,
+        message=message,
+    )
+
+
+def _refusal(query: int, key: int) -> str:
+    """The error for queries and keys of these widths with values of 2 channels; "-" without one."""
     try:
         attend(sample(1, 3, query), sample(2, 7, key), sample(3, 7, 2))
     except ValueError as error:
-        return judge(False, query=query, key=key, message=str(error))
-    return judge(True, query=query, key=key, message="-")
+        return str(error)
+    return "-"
 
 
 def different_patterns(*, tied: bool = False) -> Outcome:
@@ -160,14 +232,15 @@ def different_patterns(*, tied: bool = False) -> Outcome:
     projection.
     """
     q, k = samples((4, 12, 16), (4, 12, 16))
-    if tied:
-        q = q[:1].expand_as(q)
-        k = k[:1].expand_as(k)
-    _, weights = attend(q, k, q, need_weights=True)
+    equal = _divergence_of_heads(q[:1].expand_as(q), k[:1].expand_as(k))
+    divergence = equal if tied else _divergence_of_heads(q, k)
+    return judge(divergence > 0.01 > abs(equal), divergence=divergence, most=math.log(4))
+
+
+def _divergence_of_heads(q: Tensor, k: Tensor) -> float:
+    weights = attend(q, k, q, need_weights=True)[1]
     assert weights is not None
-    mean = weights.mean(0)
-    divergence = entropy(mean).mean() - entropy(weights).mean()
-    return judge(float(divergence) > 0.01, divergence=float(divergence), most=math.log(4))
+    return float(entropy(weights.mean(0)).mean() - entropy(weights).mean())
 
 
 def heads_interact(*, modifiers: str = "") -> Outcome:
@@ -175,7 +248,13 @@ def heads_interact(*, modifiers: str = "") -> Outcome:
     relative to it.
     """
     change = change_by_other_heads(modifiers)
-    return judge(change > 0, change=change)
+    return judge(change > 0, corrected=change == 0 and mixes_let_heads_interact(), change=change)
+
+
+def mixes_let_heads_interact() -> bool:
+    """True if talking heads and DCMHA, on scores, make a head depend on the others."""
+    parts = ('{part = "TalkingHeads"}', '{part = "DynamicComposition"}')
+    return all(change_by_other_heads(part) > 1e-3 for part in parts)
 
 
 def change_by_other_heads(modifiers: str) -> float:
@@ -218,28 +297,98 @@ def self_attention_formula(*, shared_input: bool = True) -> Outcome:
     return judge(difference < 1e-12, difference=difference)
 
 
-def robust_to_corrupted_heads(
-    *, heads: int = 8, corrupted: float = 0.25, fixed: bool = False
-) -> Outcome:
-    """Relative change of a random layer's output when a quarter of its heads outputs noise, with 4
-    and `heads` heads.
-
-    With `fixed`, one head is corrupted whatever the number of heads.
+class _HeadsOfOneTask(NamedTuple):
+    """Accuracies of one small trained model: on its 24 training texts, on held-out texts, and on
+    those if a quarter of the heads, or one head, outputs noise.
     """
-    numbers = {}
-    for count in (4, heads):
-        layer = make_layer(design(model=64, heads=count))
-        x = sample(5, 4, 9, 64)
-        o = layer.head_outputs(x).detach()
-        bad = 1 if fixed else round(corrupted * count)
-        noise = sample(6, *o.shape) * o.std()
-        changed = torch.cat([noise[:, :, :bad], o[:, :, bad:]], 2)
-        before = layer.merge_heads(o)
-        after = layer.merge_heads(changed)
-        numbers[f"h{count}"] = float((after - before).norm().detach() / before.norm().detach())
-    first = numbers["h4"]
-    last = numbers[f"h{heads}"]
-    return judge(last < 0.8 * first, few=first, many=last)
+
+    train: float
+    held_out: float
+    quarter_noisy: float
+    one_noisy: float
+
+
+@cache
+def _train_heads(heads: int, seed: int) -> _HeadsOfOneTask:
+    """Train one layer to name the value of the one token that is marked, from too few texts."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layer = Attention(design(model=32, heads=heads))
+        embed = nn.Linear(VALUES + 1, 32)
+        read = nn.Linear(32, VALUES)
+
+        def predict(x_BTC: Tensor, noisy: range = range(0)) -> Tensor:
+            x_BTD = embed(x_BTC)
+            o_BTHV = layer.head_outputs(x_BTD)
+            is_noisy = torch.tensor([head in noisy for head in range(heads)])[:, None]
+            o_BTHV = torch.where(is_noisy, torch.randn_like(o_BTHV) * o_BTHV.std(), o_BTHV)
+            return read((x_BTD + layer.merge_heads(o_BTHV))[:, -1])
+
+        def accuracy(x_BTC: Tensor, goal_B: Tensor, bad: int = 0) -> float:
+            """With `bad` neighbouring heads noisy: the mean over all such groups of heads."""
+            groups = [range(n, n + bad) for n in range(0, heads, bad or heads)]
+            right = [predict(x_BTC, group).argmax(-1) == goal_B for group in groups]
+            return float(torch.stack(right).float().mean())
+
+        texts = marked_values(24, 16)
+        held_out = marked_values(256, 16)
+        parameters = nn.ModuleList((embed, layer, read)).parameters()
+        optimiser = torch.optim.Adam(parameters, lr=1e-2)
+        for _ in range(60):
+            optimiser.zero_grad()
+            F.cross_entropy(predict(texts[0]), texts[1]).backward()
+            optimiser.step()
+        with torch.no_grad():
+            noisy = [accuracy(*held_out, bad) for bad in (heads // 4, 1)]
+            return _HeadsOfOneTask(accuracy(*texts), accuracy(*held_out), *noisy)
+
+
+def _is_gain(many: Sequence[float], few: Sequence[float]) -> bool:
+    """True if the first numbers are larger by a paired t test over 5 seeds, at 5 % (two-sided)."""
+    gains = torch.tensor(many) - torch.tensor(few)
+    return float(gains.mean()) > 2.776 * float(gains.std()) / math.sqrt(len(gains))
+
+
+def heads_against_noise(*, fixed: bool = False) -> Outcome:
+    """Held-out accuracy of trained models with 4 and with 8 heads, a quarter of which output noise.
+
+    With `fixed`, one head outputs noise whatever the number of heads.
+    """
+    few, many = ([_train_heads(heads, seed) for seed in range(5)] for heads in (4, 8))
+    name = "one_noisy" if fixed else "quarter_noisy"
+    numbers = {
+        "clean_few": fmean(model.held_out for model in few),
+        "clean_many": fmean(model.held_out for model in many),
+        "few": fmean(getattr(model, name) for model in few),
+        "many": fmean(getattr(model, name) for model in many),
+    }
+    changes = [
+        [getattr(model, name) - model.held_out for model in models] for models in (many, few)
+    ]
+    is_gain = _is_gain(*changes)
+    is_trained = min(model.train for model in (*few, *many)) > 0.9
+    does_harm = numbers["many"] < numbers["clean_many"] - 0.05
+    return judge(is_gain, corrected=is_trained and does_harm, **numbers)
+
+
+def heads_against_overfitting(*, fixed: bool = False) -> Outcome:
+    """Held-out accuracy of models with 1 and with 8 heads that know their training texts by heart;
+    and `heads_against_noise`.
+    """
+    one, many = ([_train_heads(heads, seed) for seed in range(5)] for heads in (1, 8))
+    robust = heads_against_noise(fixed=fixed)
+    numbers = {
+        "gap_one": fmean(model.train - model.held_out for model in one),
+        "gap_many": fmean(model.train - model.held_out for model in many),
+    }
+    generalises = _is_gain([model.held_out for model in many], [model.held_out for model in one])
+    is_trained = min(model.train for model in (*one, *many)) > 0.9
+    return judge(
+        generalises or robust.verdict == Verdict.HOLDS,
+        corrected=is_trained and robust.verdict == Verdict.WRONG,
+        **numbers,
+        **robust.numbers,
+    )
 
 
 def largest_gradient(*, normalised: bool = True) -> Outcome:
@@ -251,30 +400,31 @@ def largest_gradient(*, normalised: bool = True) -> Outcome:
     numbers: dict[str, float] = {}
     for factor in (1, 100, 10_000):
         scores = sample_scores(64) * factor
-        p = scores.softmax(-1) if normalised else scores.exp()
+        p = softmax_weights(scores) if normalised else scores.exp()
         jacobian = torch.diag_embed(p) - (p[:, :, None] * p[:, None] if normalised else 0.0)
         numbers[f"largest_{factor}"] = (
             float(torch.linalg.eigvalsh(jacobian)[:, -1].max()) if normalised else float(p.max())
         )
-    return judge(max(numbers.values()) > 1, **numbers)
+    largest = max(numbers.values())
+    return judge(largest > 1, corrected=0.4 < largest < 0.5 + 1e-9, **numbers)
 
 
 def near_and_far_heads(*, uniform: bool = False) -> Outcome:
-    """Mean distance that the heads of the translator's last encoder layer attend over, the least
-    and the most.
+    """Mean distance that the heads of the translator's last encoder layer attend over in held-out
+    texts, the least and the most.
 
     `uniform` replaces the weights.
     """
-    trace = load_sample_trace()
-    site = "encoder.2.attention"
-    distances = []
-    for head in range(trace.get_layer(site).heads):
-        weights = torch.as_tensor(trace.head_weights(site, head)).double()
-        places = torch.arange(len(weights))
+    totals = torch.zeros(2, 6, dtype=torch.float64)
+    rows = 0
+    for weights in record_weights(load_translator(), "encoder.2.attention"):
+        equal = torch.full_like(weights, 1 / weights.shape[-1])
+        places = torch.arange(weights.shape[-1])
         distance = (places[:, None] - places).abs().double()
-        weights = torch.full_like(weights, 1 / len(weights)) if uniform else weights
-        distances.append(float((weights * distance).sum(-1).mean()))
-    numbers = {"near": min(distances), "far": max(distances), "chance": float(distance.mean())}
-    return judge(
-        numbers["far"] > 1.5 * numbers["near"], **numbers, heads=len(distances), tokens=len(places)
-    )
+        for total, each in zip(totals, (equal if uniform else weights, equal), strict=True):
+            total += (each * distance).sum(-1).sum((0, 2))
+        rows += weights.shape[0] * weights.shape[2]
+    distances, chance = (totals / rows).tolist()
+    numbers = {"near": min(distances), "far": max(distances), "chance": chance[0]}
+    is_divided = numbers["far"] > 1.5 * numbers["near"] and numbers["near"] < numbers["chance"]
+    return judge(is_divided, **numbers, heads=len(distances), texts=NUM_TEXTS)

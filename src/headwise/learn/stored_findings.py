@@ -109,4 +109,5 @@ def stored_values(*, values: Mapping[str, str | float], ascending: Sequence[str]
         for name, place in values.items()
     }
     ordered = [float(numbers[name]) for name in ascending]
-    return judge(all(low < high for low, high in pairwise(ordered)), **numbers)
+    ascend = all(low < high for low, high in pairwise(ordered))
+    return judge(ascend, corrected=not ascend, **numbers)  # the stored numbers correct it
