@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,8 +26,10 @@ FAULTS = read_faults()
 LONG = {"000-1f", "000-1g", "002-2.1j", "002-2.6c", "002-FF.8", "003-4.1c", "003-4.2d"}
 QUICK = {id for id, _ in FAULTS[::8]} - LONG
 PRODUCT = Path(learn.__file__).parents[2] / "src" / "headwise"
-# Their numbers come from a stored run of MiniLM, which is not part of the package.
-STORED = {"002-2.4", "002-2.6l", "002-2.6h"}
+# Their numbers come from stored runs: of MiniLM, which is not part of the package, and of studies.
+STORED = {"002-2.4", "002-2.6l", "002-2.6h"} | {
+    id for id, entry in ENTRIES.items() if isinstance(entry.run, partial)
+}
 # Entries of two ids that state the same, or the opposite, in other words.
 SAME = [("002-2.1", "001-1b"), ("003-2.2b", "001-4b"), ("003-6.6", "002-2.6j")]
 SAME += [("000-1.1", "003-2.1"), ("002-2.3", "003-2.3"), ("002-3.3c", "004-4")]
@@ -46,6 +49,7 @@ def test_an_entry_notices_a_fault_of_its_subject(id: str, fault: Fault):
 
 def test_nearly_every_entry_with_product_code_has_a_fault():
     runs = {id for id, entry in ENTRIES.items() if entry.run is not None and not entry.arithmetic}
+    runs -= STORED
     covered = {id for id, _ in FAULTS}
     assert covered <= runs
     assert len(covered) >= 0.95 * len(runs), sorted(runs - covered)

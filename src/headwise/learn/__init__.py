@@ -13,6 +13,7 @@ The runs of each document are in one or more modules, with texts in a .toml file
 `stored_findings` reads the stored results of studies and of measured models: claims, strip
 pictures, and runs of entries of all documents; `layer_experiments` has further runs on layers.
 `language` holds the language of the texts. `measured_layers` makes the random inputs and layers of
-the runs, and the layers of the comparison tables of 000 and 003. `sample_tour` is `headwise demo`,
-and `language_model_tour` the same of SmolLM2 where its package is installed.
+the runs, and the layers of the comparison tables of 000 and 003; `translator_runs` runs the bundled
+translator over held-out texts. `sample_tour` is `headwise demo`, and `language_model_tour` the same
+of SmolLM2 where its package is installed.
 """

@@ -233,8 +233,8 @@ def larger_block_of_w_o(*, side: str = "o") -> Outcome:
 
 
 def convolution_by_heads(*, heads: int = 3) -> Outcome:
-    """A convolution of 3 tokens against heads that each attend to one offset by learned scores, with
-    the kernel's slices as W_V W_O.
+    """A convolution of 3 tokens against heads that each attend to one offset by learned scores,
+    with the kernel's slices as W_V W_O.
     """
     x = sample(1, 9, 4)
     kernel = sample(2, 5, 4, 3)
