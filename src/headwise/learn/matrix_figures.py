@@ -105,7 +105,9 @@ def draw_strips(title: str, rows: Mapping[str, tuple[Sequence[float], Estimate]]
     xs, ys = map(list, zip(*dots, strict=True))
     series = [
         Series(localise("seed"), xs, ys, line="", marker="o"),
-        Series(localise("mean, 95 % interval"), places, values, *ends, line="", marker="D"),
+        Series(
+            localise("mean, 95 % interval"), places, values, *ends, line="", marker="D", band=False
+        ),
     ]
     names = {float(place): fill(name, 18) for place, name in enumerate(rows)}
     axis = Axis(ticks=names, low=-0.5, high=len(rows) - 0.5)

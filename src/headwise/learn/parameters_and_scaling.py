@@ -19,6 +19,7 @@ from ..attention.attention import Attention
 from ..attention.parts import REGISTRY
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
+from ..kernels.capabilities import use_threads
 from .catalogue import Outcome, Verdict, judge, judge_condition
 from .measured_layers import (
     VALUES,
@@ -311,7 +312,7 @@ class _HeadsOfOneTask(NamedTuple):
 @cache
 def _train_heads(heads: int, seed: int) -> _HeadsOfOneTask:
     """Train one layer to name the value of the one token that is marked, from too few texts."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), use_threads(1):
         torch.manual_seed(seed)
         layer = Attention(design(model=32, heads=heads))
         embed = nn.Linear(VALUES + 1, 32)
