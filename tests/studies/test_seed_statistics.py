@@ -268,6 +268,7 @@ def judge(values: dict[str, list[float | None]], *contrasts: list[str]) -> Study
         (["within 0.5"], "Supported"),
         (["within 0.1"], "Contradicted"),
         (["within 0.31"], "Not resolved"),
+        (["at most 0.1 worse"], "Supported"),
     ],
 )
 def test_one_expected_difference(expected: list[str], word: str):
@@ -316,11 +317,39 @@ def parse_contrast(left: str, right: str) -> Contrast:
     return Contrast(Readout.parse(left), Readout.parse(right))
 
 
+def test_a_margin_to_one_side():
+    """mha is 0.305 worse than gqa: more than 0.1, less than 0.5, and 0.31 is within the interval."""
+    table = {"at most 0.1 worse": "Contradicted", "at most 0.5 worse": "Supported"}
+    table["at most 0.31 worse"] = "Not resolved"
+    for expected, word in table.items():
+        results = make_results(STRONG, baseline="gqa", contrasts=[["mha", "gqa", expected]])
+        verdict = judge_study(results.study, scores_of(results), compare_seeds(results))
+        assert verdict.word == word, expected
+        assert f"recall: mha {expected} than gqa, -0.305" in verdict.sentences[1]
+
+
+def test_equal_seeds_are_within_a_margin_and_not_better():
+    same = {**STRONG, "gqa": STRONG["mha"]}
+    assert judge(same, ["gqa", "mha", "within 0.1"]).word == "Supported"
+    assert judge(same, ["gqa", "mha", "better"]).word == "Not resolved"
+
+
+def test_an_expectation_of_some_tasks():
+    tasks = {**TABLE["tasks"], "copy": {"task": "recall", **TABLE["tasks"]["recall"]}}
+    table = {**TABLE, "tasks": tasks, "contrasts": [["gqa", "mha", "better", "recall"]]}
+    study = parse_study(table, "t", "small", {})
+    assert study.contrasts[0].tasks == ("recall",)
+    verdict = judge(
+        STRONG, ["gqa", "mha", "better", "recall"], ["linear", "mha", "worse", "recall"]
+    )
+    assert len(verdict.predictions) == 2
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         ([0.995, 0.999, 0.994, 1.0], "every variant reaches 0.99"),
-        ([0.05, 0.07, 0.06, 0.08], "mha has not begun to learn it (0.0650, chance 0.0625)"),
+        ([0.05, 0.07, 0.06, 0.08], "no seed of any variant is 0.02 above chance (0.0625)"),
     ],
 )
 def test_tasks_at_the_ceiling_or_the_floor_have_no_verdict(values: list[float | None], words: str):
@@ -328,3 +357,21 @@ def test_tasks_at_the_ceiling_or_the_floor_have_no_verdict(values: list[float | 
     verdict = judge(of_all, ["gqa", "mha", "within 0.1"])
     assert verdict.word == "No verdict"
     assert verdict.sentences[1] == f"Recall is without verdict, because {words}."
+
+
+def test_what_has_a_verdict_at_the_ceiling_and_what_is_no_floor():
+    """Tests and measures are judged on a solved task; a baseline with unequal seeds is no floor."""
+    solved: dict[str, list[float | None]] = {name: [1.0, 0.99, 1.0, 0.99] for name in STRONG}
+    contrasts = [["gqa on longer", "mha on longer", "worse"]]
+    task = {**TABLE["tasks"]["recall"], "tests": {"longer": {"length": 64, "pairs": 8}}}
+    results = make_results(solved, tasks={"recall": task}, contrasts=contrasts)
+    cells = []
+    for one in results.cells:
+        value = 0.2 + 0.01 * one.cell.seed if one.cell.variant == "gqa" else 0.9
+        tests = {"longer": {"accuracy": value}}
+        cells.append(replace(one, result={**one.result, "tests": tests}))
+    results = replace(results, cells=cells)
+    verdict = judge_study(results.study, scores_of(results), compare_seeds(results))
+    assert (verdict.word, verdict.mute_tasks) == ("Supported", {})
+    unequal: dict[str, list[float | None]] = {**STRONG, "mha": [0.1, 0.99, 0.98, 0.2]}
+    assert judge(unequal, ["gqa", "mha", "better"]).word == "Not resolved"

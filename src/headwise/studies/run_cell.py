@@ -48,6 +48,7 @@ from ..surgery.head_selection import (
     score_heads,
 )
 from ..surgery.l0_gates import GateTrainingOptions, KeepOpenGates
+from ..surgery.pruning_plan import choose_sites
 from ..training.data import Task, make_task
 from ..training.evaluation import sum_batch_metrics
 from ..training.loop import train
@@ -448,6 +449,11 @@ class ModelEdit:
     steps: int = 0
 
     @property
+    def site_names(self) -> tuple[str, ...]:
+        """Return the prefix of the attentions that are changed; empty for all."""
+        return (self.sites,) if self.sites else ()
+
+    @property
     def description(self) -> str:
         """Return the fields that are not defaults.
 
@@ -506,9 +512,10 @@ class ModelEdit:
             )
 
     def check_model(self, net: Transformer) -> None:
-        """Raise SpecError if the heads of a model cannot share keys and values as the edit
-        requires.
+        """Raise SpecError if the model lacks the attentions of `sites`, or if its heads cannot share
+        keys and values as the edit requires.
         """
+        choose_sites(dict(net.spec.attention_specs()), self.site_names)
         if self.change == "convert":
             convert(net, Pool(self.kv), kind="self")
 
@@ -524,19 +531,19 @@ def evaluate_edit(
     context = nullcontext()
     if edit.change == "ablate":
         all_scores = score_heads(net, examples, HeadRanking(edit.ranking, seed=recipe.seed)).scores
-        scores = {head: one for head, one in all_scores.items() if head[0].startswith(edit.sites)}
+        sites = choose_sites(dict(net.spec.attention_specs()), edit.site_names)
+        scores = {head: one for head, one in all_scores.items() if head[0] in sites}
         count = edit.count or round(edit.share * len(scores))
         heads = sorted(scores, key=lambda head: scores[head])[:count]
         context = ablate(net, heads, edit.mode, seed=recipe.seed)
     elif edit.change == "prune":
         share = 1 - edit.share
         ranking = HeadRanking(edit.ranking, seed=recipe.seed)
-        sites = (edit.sites,) if edit.sites else ()
-        selection = KeepTop(share, ranking, scope="model", sites=sites)
+        selection = KeepTop(share, ranking, scope="model", sites=edit.site_names)
         if edit.ranking == GATES:
             gates = GateTrainingOptions(
                 heads=share,
-                sites=sites,
+                sites=edit.site_names,
                 steps=edit.gate_steps,
                 batch=recipe.batch,
                 seed=recipe.seed,

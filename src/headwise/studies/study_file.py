@@ -141,7 +141,8 @@ class Readout:
         return all(tables[kind][name] is not False for kind, name in names.items())
 
 
-EXPECTED = re.compile(r"better|worse|more|less|within (?P<margin>\d*\.?\d+)")
+NUMBER = r"(0?\.[0-9]*[1-9][0-9]*|[1-9][0-9]*(?:\.[0-9]+)?)"
+EXPECTED_MARGIN = re.compile(f"within {NUMBER}|at most {NUMBER} worse")
 
 
 @dataclass(frozen=True)
@@ -149,13 +150,16 @@ class Contrast:
     """Subtract `right` from `left`, paired over seeds.
 
     `expected` is what the hypothesis says of the difference: that `left` is "better" or "worse" by
-    the metric of the task, or has "more" or "less" of a measure, or that the two differ by at most
-    a margin, as in "within 0.01". It is empty where the hypothesis says nothing.
+    the metric of the task, or has "more" or "less" of a measure; that the two differ by at most a
+    margin, as in "within 0.01"; or that `left` is better, or worse by at most a margin, as in "at
+    most 0.01 worse". It is empty where the hypothesis says nothing. `tasks` are those of which it is
+    expected, all if empty.
     """
 
     left: Readout
     right: Readout
     expected: str = ""
+    tasks: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -168,10 +172,15 @@ class Contrast:
         return self.left.text if is_plain else self.name
 
     @property
+    def is_one_sided(self) -> bool:
+        """Return True if `left` may be better by any amount."""
+        return self.expected.startswith("at most")
+
+    @property
     def margin(self) -> float | None:
         """Return the largest difference that counts as none; None for a direction."""
-        match = EXPECTED.fullmatch(self.expected)
-        return None if match is None or match["margin"] is None else float(match["margin"])
+        match = EXPECTED_MARGIN.fullmatch(self.expected)
+        return None if match is None else float(match[1] or match[2])
 
 
 def parse_contrasts(values: Any, tables: Tables, baseline: str) -> tuple[Contrast, ...]:
@@ -185,19 +194,22 @@ def parse_contrasts(values: Any, tables: Tables, baseline: str) -> tuple[Contras
     contrasts: list[Contrast] = []
     pairs: set[frozenset[str]] = set()
     for texts in values if isinstance(values, list) else (values,):
-        is_pair = isinstance(texts, list) and len(texts) in (2, 3)
+        is_pair = isinstance(texts, list) and len(texts) >= 2
         if not is_pair or not all(isinstance(text, str) for text in texts):
             raise SpecError(
                 f"contrasts has {texts!r}, which is not a pair of texts; write "
                 '[["VARIANT", "VARIANT"]], or [["VARIANT", "VARIANT", "better"]]'
             )
         pair = texts[:2]
-        contrast = Contrast(*map(Readout.parse, pair), expected="".join(texts[2:]))
-        words = ("more", "less") if contrast.left.measure else ("better", "worse")
-        if contrast.margin is None and contrast.expected not in ("", *words):
+        expected = "".join(texts[2:3])
+        contrast = Contrast(*map(Readout.parse, pair), expected, tuple(texts[3:]))
+        measure = contrast.left.measure
+        words = ("more", "less") if measure else ("better", "worse")
+        is_margin = contrast.margin is not None and not (measure and contrast.is_one_sided)
+        if contrast.expected not in ("", *words) and not is_margin:
             raise SpecError(
                 f"the contrast {contrast.name!r} expects {contrast.expected!r}; write "
-                f"{words[0]!r}, {words[1]!r}, or 'within 0.01' for a difference of at most 0.01"
+                f"{words[0]!r}, {words[1]!r}, 'within 0.01', or for metrics 'at most 0.01 worse'"
             )
         left = contrast.left
         right = contrast.right
@@ -435,9 +447,15 @@ def _check_study(study: Study) -> None:
     for name, edit in study.edits.items():
         if edit.of and edit.of not in study.variants:
             raise SpecError(
-                f"edits.{name}.of = {edit.of!r} is no variant; {suggest(edit.of, study.variants)}"
+                f"edits.{name}.of = {edit.of!r} is not a variant; {suggest(edit.of, study.variants)}"
             )
     for contrast in study.contrasts:
+        for task in contrast.tasks:
+            if task not in study.tasks:
+                raise SpecError(
+                    f"the contrast {contrast.name!r} is expected on {task!r}, which is not a task; "
+                    f"{suggest(task, study.tasks)}"
+                )
         for readout in (contrast.left, contrast.right):
             of = study.edits[readout.name].of if readout.place == "after" else ""
             if of not in ("", readout.variant):

@@ -14,6 +14,7 @@ from .seed_statistics import Comparison, VariantScore
 from .study_file import Contrast, Study, StudyTask
 
 CEILING = 0.99  # of a share, such as an accuracy
+FLOOR = 0.02  # above chance
 RISES = ("more", "less")  # expectations of the difference itself, not of what is better
 
 
@@ -38,7 +39,7 @@ class Prediction:
     def text(self) -> str:
         """Write what was expected, and the difference that was found."""
         contrast = self.contrast
-        word = "of" if contrast.margin is not None else "than"
+        word = "of" if contrast.expected.startswith("within") else "than"
         return (
             f"{self.task}: {contrast.left.text} {contrast.expected} {word} {contrast.right.text}, "
             f"{format_difference(self.comparison.difference)}"
@@ -78,7 +79,7 @@ class StudyVerdict:
         """Write the verdict in at most three sentences."""
         count = len(self.predictions)
         if not count:
-            first = "No verdict: the study file expects no difference that was measured"
+            first = "No verdict: no difference that the study file expects can be judged"
         else:
             number = len(self.with_finding(Finding.SEEN))
             first = f"{self.word}: {number} of {pluralise(count, 'expected difference')} seen"
@@ -100,19 +101,22 @@ def judge_study(
     """Judge every expected difference of a study that was measured.
 
     A direction is seen if the difference is significant, corrected for all comparisons of the
-    study. A margin is seen if the whole interval lies within it, and the opposite if none of it
-    does. Metrics of tasks that all variants solve, or that the baseline has not begun to learn,
-    have no verdict.
+    study. A margin is seen if the whole interval, which is of this comparison alone, lies within
+    it, and the opposite if none of it does. The metrics of trained models have no verdict on a task
+    that all variants solve, or that none has begun to learn.
     """
     mute: dict[str, str] = {}
     predictions: list[Prediction] = []
     for task in study.tasks.values():
         reason = explain_mute_task(study, task, scores)
-        if reason:
-            mute[task.name] = reason
         for contrast in study.contrasts:
             compared = comparisons.get((contrast.key(study.baseline), task.name))
-            if not contrast.expected or compared is None or (reason and not contrast.left.measure):
+            is_expected = contrast.expected and task.name in (contrast.tasks or study.tasks)
+            if not is_expected or compared is None:
+                continue
+            sides = (contrast.left, contrast.right)
+            if reason and not any(side.measure or side.place for side in sides):
+                mute[task.name] = reason
                 continue
             finding = find(contrast, compared, task.sign)
             predictions.append(Prediction(contrast, task.name, compared, finding))
@@ -121,32 +125,36 @@ def judge_study(
 
 def find(contrast: Contrast, compared: Comparison, sign: int) -> Finding:
     """Compare an expected difference with the one that was found; `sign` is 1 if more is better."""
-    difference = compared.difference
-    if contrast.margin is not None:
-        low, high = difference.low, difference.high
-        if max(-low, high) <= contrast.margin:
-            return Finding.SEEN
-        is_outside = low > contrast.margin or high < -contrast.margin
-        return Finding.OPPOSITE if is_outside else Finding.OPEN
-    if not compared.is_significant:
-        return Finding.OPEN
-    value = difference.value if contrast.expected in RISES else sign * difference.value
-    is_expected = (value > 0) == (contrast.expected in ("better", "more"))
-    return Finding.SEEN if is_expected else Finding.OPPOSITE
+    margin = contrast.margin
+    if margin is None:
+        if not compared.is_significant:
+            return Finding.OPEN
+        gain = compared.difference.value * (1 if contrast.expected in RISES else sign)
+        is_expected = (gain > 0) == (contrast.expected in ("better", "more"))
+        return Finding.SEEN if is_expected else Finding.OPPOSITE
+    low, high = compared.difference.low, compared.difference.high
+    if math.isnan(low):  # all seeds have the same difference
+        low = high = compared.difference.value
+    if sign < 0:
+        low, high = -high, -low
+    if low >= -margin and (contrast.is_one_sided or high <= margin):
+        return Finding.SEEN
+    is_outside = high < -margin or (low > margin and not contrast.is_one_sided)
+    return Finding.OPPOSITE if is_outside else Finding.OPEN
 
 
 def explain_mute_task(study: Study, task: StudyTask, scores: Mapping[PairKey, VariantScore]) -> str:
     """Explain why the metric of a task cannot tell variants apart; "" if it can."""
     chance = task.task.chance.get(task.metric, math.nan)
-    baseline = scores[study.baseline, task.name].mean
     if task.sign < 0 or math.isnan(chance):
         return ""
-    means = [scores[name, task.name].mean.value for name in study.variants]
-    if min(means) >= CEILING:
+    of_task = [scores[name, task.name] for name in study.variants]
+    if all(one.mean.value >= CEILING for one in of_task):
         return f"is without verdict, because every variant reaches {CEILING:g}"
-    if baseline.low <= chance:
+    values = [value for one in of_task for value in one.values]
+    if all(value <= chance + FLOOR for value in values):
         return (
-            f"is without verdict, because {study.baseline} has not begun to learn it "
-            f"({format_number(baseline.value)}, chance {format_number(chance)})"
+            f"is without verdict, because no seed of any variant is {FLOOR:g} above chance "
+            f"({format_number(chance)})"
         )
     return ""

@@ -106,3 +106,16 @@ def test_what_a_stick_leaves_is_the_product():
     weights = hw.parts.StickBreaking().normalise_row(scores, {})
     left = (1 - torch.sigmoid(scores)).prod()
     torch.testing.assert_close(1 - weights.sum(), left)
+
+
+def test_a_window_gives_its_keys_in_the_order_of_positions():
+    spec = hw.design(model=8, heads=2, pattern="window(4)", normaliser=hw.parts.StickBreaking())
+    layer = hw.Attention(spec).double().eval()
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    cache = layer.cache(batch=2, capacity=50)
+    for t in range(9):
+        if t:
+            preview = cache.preview(cache.next_positions(1))
+            real = preview.position[preview.segment >= 0].unflatten(0, (2, -1))
+            assert real.tolist() == [[*range(max(0, t - 3), t + 1)]] * 2
+        layer(x[:, t : t + 1], cache=cache)

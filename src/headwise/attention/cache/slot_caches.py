@@ -299,8 +299,23 @@ class RingCache(SlotCache):
             visible = self.entry
             sequence = self._stored_tokens()
         if self.spec.normaliser.ordered:
-            return _sort_by_position(visible, sequence)
+            return self._sort_by_position(visible, sequence)
         return visible, sequence
+
+    def _sort_by_position(
+        self, entry: KVEntry, tokens: SequenceInfo
+    ) -> tuple[KVEntry, SequenceInfo]:
+        """Put the tokens of each row in the order of their positions."""
+        order = tokens.position.expand(self.batch, -1).argsort(1)
+        row = torch.arange(self.batch, device=self.device)[:, None]
+        position, segment = (
+            values.expand(self.batch, -1)[row, order]
+            for values in (tokens.position, tokens.segment)
+        )
+        return (
+            {name: cached[row, order] for name, cached in entry.items()},
+            SequenceInfo(position, segment, checked=True),
+        )
 
     def _write_uniform(self, entry: KVEntry, new_tokens: SequenceInfo, start: int) -> None:
         """Write consecutive tokens of all rows, those that stay in the cache; no value is read from
@@ -346,20 +361,6 @@ class RingCache(SlotCache):
         for stored, new in self._stored_and_new(entry, new_tokens):
             keep_shape = is_new.view(*is_new.shape, *[1] * (stored.dim() - 2))
             stored.copy_(torch.where(keep_shape, new[row, column], stored))
-
-
-def _sort_by_position(entry: KVEntry, tokens: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
-    """Put the tokens of each row in the order of their positions."""
-    batch = len(next(iter(entry.values())))
-    order = tokens.position.expand(batch, -1).argsort(1)
-    row = torch.arange(batch, device=order.device)[:, None]
-    position, segment = (
-        values.expand(batch, -1)[row, order] for values in (tokens.position, tokens.segment)
-    )
-    return (
-        {name: cached[row, order] for name, cached in entry.items()},
-        SequenceInfo(position, segment, checked=True),
-    )
 
 
 class StaticCache(SlotCache):

@@ -21,8 +21,9 @@ class StickBreaking(Normaliser):
     (2410.17980).
 
     The last key takes sigmoid(s) of a stick of length 1, the one before it the same of what is
-    left, and so on: the order of the keys takes the place of positions. Scores of 0 halve the
-    stick at each key:
+    left, and so on: the order of the keys takes the place of positions. It is their order in the
+    tensors; caches give them in the order of their positions. Scores of 0 halve the stick at each
+    key:
 
     >>> StickBreaking().normalise_row(torch.zeros(3), {}).tolist()
     [0.125, 0.25, 0.5]
