@@ -202,7 +202,8 @@ def parse_contrasts(values: Any, tables: Tables, baseline: str) -> tuple[Contras
             )
         pair = texts[:2]
         expected = "".join(texts[2:3])
-        contrast = Contrast(*map(Readout.parse, pair), expected, tuple(texts[3:]))
+        sides = [Readout.parse(text) for text in pair]
+        contrast = Contrast(sides[0], sides[1], expected, tuple(texts[3:]))
         measure = contrast.left.measure
         words = ("more", "less") if measure else ("better", "worse")
         is_margin = contrast.margin is not None and not (measure and contrast.is_one_sided)
