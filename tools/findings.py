@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.report import plots, render
+from headwise.studies.cells import CellGrid
 from headwise.studies.process_engine import ProcessEngine
 from headwise.studies.run_cell import read_result, write_result
 from headwise.studies.seed_statistics import draw_differences, draw_lengths
@@ -42,7 +43,7 @@ from headwise.studies.study_report import (
     tabulate_decoding,
     write_report,
 )
-from headwise.studies.study_runner import CELLS_FOLDER, run_study
+from headwise.studies.study_runner import CELLS_FOLDER, STUDY_FILE, run_study
 from headwise.util.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -319,12 +320,16 @@ LIMITS = (
 def store_cells(name: str, runs: Path) -> Path:
     """Write the finished cells of a run to one packed file, with equal bytes for equal cells."""
     path = ROOT / "studies" / CELLS_FOLDER / f"{name}.jsonl.gz"
-    results = {one.name: read_result(one) for one in (runs / name / CELLS_FOLDER).iterdir()}
-    lines = [
-        json.dumps({"id": id, "result": results[id]}, sort_keys=True) + "\n"
-        for id in sorted(results)
-        if results[id] is not None
-    ]
+    grid = CellGrid(read_study(ROOT / "studies" / f"{name}.toml", SCALES.get(name, SCALE)))
+    cells = grid.tuning_cells()
+    for variant, task in grid.pairs:
+        for rate in grid.rates(variant, task):
+            cells += [grid.cell(variant, task, rate, seed) for seed in grid.study.seeds]
+    lines: list[str] = []
+    for id in sorted(cell.id for cell in cells):
+        result = read_result(runs / name / CELLS_FOLDER / id)
+        if result is not None:
+            lines.append(json.dumps({"id": id, "result": result}, sort_keys=True) + "\n")
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, gzip.compress("".join(lines).encode(), mtime=0))
     print(f"{path.relative_to(ROOT)}: {len(lines)} cells")
@@ -334,6 +339,9 @@ def store_cells(name: str, runs: Path) -> Path:
 def restore_cells(name: str, runs: Path) -> None:
     """Write stored cells to the folder of a run, where they are not trained again."""
     path = ROOT / "studies" / CELLS_FOLDER / f"{name}.jsonl.gz"
+    if path.exists() and not (runs / name / STUDY_FILE).exists():
+        (runs / name).mkdir(parents=True, exist_ok=True)
+        write_atomically(runs / name / STUDY_FILE, json.dumps({"study": name}).encode() + b"\n")
     for line in gzip.decompress(path.read_bytes()).splitlines() if path.exists() else ():
         cell = json.loads(line)
         folder = runs / name / CELLS_FOLDER / cell["id"]
