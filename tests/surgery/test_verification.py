@@ -12,6 +12,7 @@ import torch
 
 import headwise as hw
 from headwise.models import model_spec as bp
+from headwise.observe.inspect.model_inputs import ModelInputs
 from headwise.surgery.attention_replacement import remove_heads
 from headwise.surgery.verification.efficiency import (
     TimedPhase,
@@ -20,9 +21,11 @@ from headwise.surgery.verification.efficiency import (
     summarise_rounds,
 )
 from headwise.surgery.verification.model_comparison import (
+    OutputComparison,
     build_ablations,
     compare_ablated,
     compare_outputs,
+    compute_output,
 )
 from headwise.surgery.verification.verify import (
     VerificationOptions,
@@ -106,6 +109,15 @@ def test_a_model_that_was_read_again_otherwise_is_found_out():
         compare(lambda x: after(x)[:, 1:])
     with pytest.raises(ValueError, match="function produced NaN or inf on this text"):
         compare(lambda x: after(x) * torch.nan)
+
+
+def test_empty_outputs_are_finite_and_cannot_be_compared():
+    empty = torch.empty(0, 3)
+    assert compute_output(torch.nn.Identity(), ModelInputs((empty,))) is empty
+    net = torch.nn.Linear(3, 3)
+    comparison = OutputComparison("empty", (net, net))
+    with pytest.raises(ValueError, match=r"outputs of shape \[0, 3\] on text 0: they are empty"):
+        comparison.add(ModelInputs((empty,)))
 
 
 def test_the_verification_reports_small_savings_if_heads_are_mixed():

@@ -91,7 +91,8 @@ def compute_output(model: nn.Module, inputs: ModelInputs) -> Tensor:
 
 
 def _check_finite(model: object, output: Tensor) -> Tensor:
-    if not bool(torch.stack(output.aminmax()).isfinite().all()):  # NaN is both ends
+    # aminmax has no result for an empty output; NaN is both ends
+    if output.numel() and not bool(torch.stack(output.aminmax()).isfinite().all()):
         raise ValueError(
             f"{type(model).__name__} produced NaN or inf on this text; check the weights, or drop "
             "the text"
@@ -244,6 +245,11 @@ class OutputComparison:
             raise ValueError(
                 f"cannot compare outputs of shapes {shapes} on text {self.num_texts}. Give models "
                 "with equal outputs"
+            )
+        if not expected.numel():
+            raise ValueError(
+                f"cannot compare outputs of shape {list(expected.shape)} on text "
+                f"{self.num_texts}: they are empty. Leave the text out"
             )
         self.num_texts += 1
         self.largest = max(self.largest, float(expected.abs().max()))
