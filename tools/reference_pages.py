@@ -472,7 +472,7 @@ PRESETS_ZH = {
     "bigbird": "BigBird：块大小 64；三个相邻块、两个全局块、三个随机块，最多 4,096 个词元",
     "kha": "Knocking-heads 注意力：所有头共用一个对值的小型门控映射",
     "gated": "门控注意力：由查询词元算出的 sigmoid 门逐元素作用于每个头的输出",
-    "sinks": "带可学习汇点的 softmax，窗口为 128 个词元，同 gpt-oss 中每隔一层的注意力",
+    "sinks": "带可学习汇点的 softmax，窗口为 128 个词元，类似 gpt-oss 的带窗口的层",
     "ssmax": "可伸缩 softmax：分数随键数的对数增大，文本变长时权重不被稀释",
     "softpick": "Softpick：低分键的权重为零，权重之和不必为一，因此不需要汇点",
     "stick_breaking": "折棒注意力：最近的键先取走自己的份额；不需要位置编码",

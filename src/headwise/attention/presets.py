@@ -450,8 +450,8 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
         modifiers=(Rotary(), OutputGate()),
     ),
     "sinks": _preset(
-        "Softmax with a learned sink per head over a window of 128 tokens, as in every second "
-        "layer of gpt-oss (2508.10925).",
+        "Softmax with a learned sink per head over a window of 128 tokens, like the windowed "
+        "layers of gpt-oss (2508.10925).",
         pattern="window(128)",
         kv=_quarter,
         normaliser=SinkSoftmax(),
