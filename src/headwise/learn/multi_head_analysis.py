@@ -115,8 +115,8 @@ def _decode_intensity(batch: int) -> float:
 
 
 def share_of_cores(*, pattern: str = "causal()") -> Outcome:
-    """Share of scores and values in the FLOPs of a decode step at d = 4096, by length of the
-    context.
+    """Share of scores and values in the FLOPs of an attention layer in a decode step at
+    d = 4096, by length of the context.
     """
     spec = design(model=4096, heads=32, pattern=pattern)
     numbers = dict[str, float]()
