@@ -140,8 +140,25 @@ def test_all_documents_come_with_a_start_page(
     page = Page()
     page.feed((tmp_path / "index.html").read_text())
     assert page.addresses == names[:-1]
+    assert run(capsys, "--html", str(tmp_path), "--overwrite").count("\n") == 6
+
+
+def test_a_page_replaces_itself_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The page of one document is written again; a course, which would lose pages, is refused."""
+    monkeypatch.setattr(DocumentPages, "render_document", lambda *_: "new")
+    page = tmp_path / "004.html"
+    page.write_text("old")
     assert run(capsys, "004", "--html", str(tmp_path), "--overwrite").count("\n") == 1
-    assert not (tmp_path / "index.html").exists()
+    assert page.read_text() == "new"
+    for name in ("000.html", "index.html"):
+        other = tmp_path / name
+        other.write_text("old")
+        assert cli.main(["learn", "004", "--html", str(tmp_path), "--overwrite"]) == 2
+        assert f"it contains {name}, which is not part of" in capsys.readouterr().err
+        assert other.read_text() == "old"
+        other.unlink()
 
 
 @pytest.mark.parametrize("fonts", [(), ("DejaVu Sans Mono",)])

@@ -76,6 +76,13 @@ def test_without_a_stored_run_the_command_is_named(tmp_path: Path, monkeypatch: 
     assert "没有" in line
 
 
+def test_no_space_follows_a_full_width_colon():
+    for study in {entry.study for entry in ENTRIES if entry.study}:
+        head, *claims = describe_study(study, Words("zh"))
+        assert "重新运行\uff1aheadwise study" in head
+        assert not any("\uff1a " in line for line in [head, *claims]), study
+
+
 def test_reports_of_studies_have_the_section_that_is_read():
     from headwise.learn.entry_text import CLAIMS
     from headwise.studies import study_report

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from headwise.learn import catalogue
+from headwise.learn import catalogue, document_page
 from headwise.learn.catalogue import Verdict
 from headwise.learn.document_page import DocumentPages
 from headwise.learn.entry_text import Words, describe_study
@@ -77,6 +78,37 @@ def test_an_entry_with_a_study_shows_its_claims(
     assert len(claims) == 4
     assert all(number in claims[2] for number in ("-0.296", "-0.442", "-0.151", "0.026"))
     assert ("显著" in claims[2]) == (language == "zh")
+
+
+@pytest.mark.parametrize(
+    ("language", "summary"),
+    [
+        ("en", "Tested by training: heads-count, 4 results"),
+        ("zh", "训练检验\uff1aheads-count\uff0c4 项结果"),
+    ],
+)
+def test_long_results_of_a_study_are_folded(language, summary, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    entry = next(one for one in ENTRIES if one.study == "heads-count")
+    (document,) = catalogue.load_documents([entry.document])
+    pages = DocumentPages([document], language)
+    text = pages.render_document(replace(document, entries=(entry,)))
+    before, _, rest = text.partition(f"<details><summary>{summary}</summary>")
+    folded, _, after = rest.partition("</details>")
+    assert folded.count('<p class="small">') == 5
+    assert "headwise study studies/heads-count.toml" in folded
+    assert "studies/heads-count.toml" not in before + after
+
+
+def test_short_results_of_a_study_are_not_folded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(document_page, "describe_study", lambda *_: ["one", "two", "three"])
+    entry = next(one for one in ENTRIES if one.study == "heads-count")
+    (document,) = catalogue.load_documents([entry.document])
+    pages = DocumentPages([document], "en")
+    text = pages.render_document(replace(document, entries=(entry,)))
+    assert '<p class="small">three</p>' in text
+    assert "<summary>Tested by training" not in text
 
 
 def test_long_lists_show_what_is_significant():

@@ -39,6 +39,8 @@ class LearnOptions(Options):
     imports_parts = False
     names = {"TOPIC": "what"}
     choices = {"lang": "en zh"}
+    needs = {"overwrite": "html"}
+    excludes = ("list html", "json html", "what list")
     what: str | None = None
     list: bool = False
     lang: str | None = None
@@ -77,13 +79,14 @@ def main(argv: list[str]) -> int:
 
 def _write_pages(args: LearnOptions, folder: str, language: str) -> int:
     from ..learn.catalogue import MODULES, find_entries, load_documents
-    from ..learn.document_page import DOCUMENT_PAGES, DocumentPages
+    from ..learn.document_page import DocumentPages
     from ..learn.entry_text import Words, font_note
 
     ids = [] if args.what is None else [entry.document for entry in find_entries(args.what)]
     pages = DocumentPages(load_documents(list(dict.fromkeys(ids)) or tuple(MODULES)), language)
-    with stage_folder(folder, DOCUMENT_PAGES, args.existing) as staged:
-        names = list(pages.write(staged, in_course=args.what is None))
+    in_course = args.what is None
+    with stage_folder(folder, pages.folder_kind(in_course), args.existing) as staged:
+        names = list(pages.write(staged, in_course))
     for name in names:
         print_page(f"{Words(language).phrase('wrote')} {Path(folder) / name}")
     note = font_note(language)

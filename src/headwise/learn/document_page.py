@@ -23,7 +23,7 @@ from ..util.output_paths import FolderKind
 from .catalogue import Document, Entry, Text, Verdict, read_toml
 from .document_sections import Exercise, load_covers, load_formulas, load_mathml, load_sections
 from .entry_text import Words, describe_study, font_note, how_checked, plain_formula
-from .language import LANGUAGES, use_language
+from .language import LANGUAGES, join_clauses, localise, use_language
 from .stored_findings import draw_study
 
 FOLDER = Path(__file__).parent
@@ -31,6 +31,7 @@ START = "index.html"
 DOCUMENT_PAGES = FolderKind(
     "folder of documents", ("00[0-4].html",), lambda _: ("00[0-4].html", START)
 )
+MOST_STUDY_LINES = 3  # longer results of a study are folded
 # A formula between dollars, code between backticks, emphasis between asterisks, the id of an entry,
 # an exponent, and an index of a single letter.
 MARKED = re.compile(
@@ -138,6 +139,9 @@ class DocumentPages:
             plain_formula=plain_formula,
             blocks=_blocks,
             small_print=_small_print,
+            study_lines=_study_lines,
+            study_summary=_study_summary,
+            most_study_lines=MOST_STUDY_LINES,
             source=_read_source,
             **self._shared,
         )
@@ -165,6 +169,16 @@ class DocumentPages:
             sections={one.id: load_sections(one.id) for one in self.documents},
             **self._shared,
         )
+
+    def folder_kind(self, in_course: bool) -> FolderKind:
+        """The kind of folder that these pages may replace: any folder of documents for a course,
+        otherwise one without other pages, which would be lost.
+        """
+        if in_course:
+            return DOCUMENT_PAGES
+        names = [f"{document.id}.html" for document in self.documents]
+        kind = f"folder with {', '.join(names)} alone"
+        return DOCUMENT_PAGES._replace(name=kind, list_names=lambda _: names)
 
     def write(self, folder: Path, in_course: bool) -> Iterator[str]:
         """Write the pages, and the start page of a course; yield the name of each."""
@@ -195,8 +209,19 @@ def _small_print(entry: Entry, words: Words) -> Iterator[str]:
     for name, text in (("reference", words.reference(entry)), ("see", entry.see)):
         if text:
             yield words.label(name) + text
-    if entry.study:
-        yield from describe_study(entry.study, words)
+
+
+def _study_lines(entry: Entry, words: Words) -> list[str]:
+    """The source of the results of an entry's study, and one line for each result."""
+    return describe_study(entry.study, words) if entry.study else []
+
+
+def _study_summary(entry: Entry, lines: Sequence[str], words: Words) -> str:
+    """The name of an entry's study, and its number of results, which follow the first line."""
+    with use_language(words.language):
+        return join_clauses(
+            [words.label("study") + entry.study, localise(f"{len(lines) - 1} results")]
+        )
 
 
 def _read_source(entry: Entry) -> str:

@@ -46,7 +46,7 @@ PHRASES = {
     "stored": "stored run",
     "page": "stored results of",
     "strips": "The strip picture of each task is on the page that --html writes.",
-    "again": "to run it again:",
+    "again": "to run it again",
     "font": "No font with Chinese characters is installed, so quotes and figures may show boxes "
     "in their place. "
     "Install one, as the package fonts-noto-cjk, and open the page again.",
@@ -222,7 +222,7 @@ def describe_study(study: str, words: Words) -> list[str]:
             source = f"{words.phrase('page')} docs/findings/study-{study}.md"
         if not claims:
             return [f"{title}{words.phrase('no_run')} {command}"]
-        head = join_clauses([title + source, f"{words.phrase('again')} {command}"], "; ")
+        head = join_clauses([title + source, words.label("again") + command], "; ")
     return [head, *claims]
 
 
