@@ -48,7 +48,7 @@ def read_study_page(name: str, text: str) -> dict[str, Any]:
         )
         if not about:
             add_scores(of_task, rows)
-        elif about == "planned contrasts":
+        elif about == "planned contrasts":  # one with the baseline replaces that of the scores
             of_task["comparisons"] |= {row["contrast"]: contrast(row) for row in rows}
         elif about.endswith("after edits"):
             of_task["edits"] = {row.pop("variant"): cells_as_numbers(row) for row in rows}
@@ -63,9 +63,9 @@ def read_study_page(name: str, text: str) -> dict[str, Any]:
                 kept = {name: row[name] for name in KEPT_MEASURES if name in row}
                 of_task["heads"].setdefault(variant, cells_as_numbers(kept))
     study["tasks"] = {task: of for task, of in study["tasks"].items() if "metric" in of}
-    steps = re.search(r"^- scale (\S+): ([\d,]+) steps", text, re.MULTILINE)
-    assert steps is not None, f"study-{name}.md does not state its scale and steps"
-    study |= {"scale": steps[1], "steps": int(steps[2].replace(",", ""))}
+    scale = re.search(r"^- scale (\S+): ", text, re.MULTILINE)
+    assert scale is not None, f"study-{name}.md does not state its scale"
+    study["scale"] = scale[1]
     for task, of_task in study["tasks"].items():
         dots = read_dots(FINDINGS / f"study-{name}-{task}-differences.svg")
         for comparison, one in of_task["comparisons"].items():
@@ -104,18 +104,22 @@ def add_scores(of_task: dict[str, Any], rows: list[dict[str, str]]) -> None:
 
 
 def contrast(row: dict[str, str]) -> Cells:
-    """One comparison: difference, interval and p; without a spread, an interval of one point."""
+    """One comparison: difference, interval and p; without a spread, an interval of one point.
+
+    A table of scores has no column "significant"; there the rounded p decides.
+    """
     column = next(name for name in row if name.startswith("difference"))
     value = read_number(row[column])
     ends = INTERVAL.search(row[column])
     p = row["p"].replace("&lt;", "<").replace("\\", "")
     number = 0.0 if p.startswith("<") else read_number(p)
+    by_p = "yes" if number is not None and number < 0.05 else "no"
     return {
         "difference": value,
         "low": read_number(ends[1]) if ends else value,
         "high": read_number(ends[2]) if ends else value,
         "p": p,
-        "significant": number is not None and number < 0.05,
+        "significant": row.get("significant", by_p) == "yes",
     }
 
 

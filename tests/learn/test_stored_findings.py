@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -171,11 +172,43 @@ def test_stored_values_are_compared_in_order():
     assert stored_values(values=values, ascending=order[::-1]).verdict == Verdict.WRONG
 
 
-def test_the_stored_file_is_what_the_tool_writes():
+def import_stored_studies() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "tools"))
-        stored_studies = import_module("stored_studies")
-    assert json.loads(stored_studies.stored_studies()) == STUDIES
+        return import_module("stored_studies")
+
+
+def test_the_stored_file_is_what_the_tool_writes():
+    assert json.loads(import_stored_studies().stored_studies()) == STUDIES
+
+
+STUDY_PAGE = """
+### copy
+
+| variant | accuracy (95 % interval) | minus mha (95 % interval) | p |
+| --- | --- | --- | --- |
+| **mha** | **0.9 (0.8 to 1)** | - | - |
+| few | 0.5 (0.4 to 0.6) | -0.400 (-0.500 to -0.300) | 0.050 |
+| mqa | 0.6 (0.5 to 0.7) | -0.300 (-0.400 to -0.200) | 0.012 |
+
+### copy, planned contrasts
+
+| contrast | expected | difference (95 % interval) | seeds | p | significant |
+| --- | --- | --- | --- | --- | --- |
+| few minus mha | worse | -0.400 (-0.500 to -0.300) | 3 | 0.050 | yes |
+| few minus mqa | - | -0.100 (-0.300 to +0.100) | 3 | 0.050 | no |
+
+- scale page: 15 steps of 2 examples, 400 steps of 32 examples
+"""
+
+
+def test_a_planned_contrast_with_the_baseline_is_stored_once():
+    """The page has p = 0.0496 as 0.050; its column "significant" knows better."""
+    stored = import_stored_studies().read_study_page("none", STUDY_PAGE)
+    comparisons = stored["tasks"]["copy"]["comparisons"]
+    significant = {name: one["significant"] for name, one in comparisons.items()}
+    assert significant == {"few minus mha": True, "mqa minus mha": True, "few minus mqa": False}
+    assert stored.keys() == {"tasks", "scale"}
 
 
 # --- Entries and the files of measured models -----------------------------------------------------
