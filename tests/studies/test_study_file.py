@@ -132,21 +132,54 @@ def test_cells_that_cannot_begin(changes: dict[str, Any], words: str):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("key", "words"), refused_cases(__file__, "overrides", globals()))
-def test_overrides_without_effect_are_refused(key: str, words: str):
+def overridden_table() -> dict[str, Any]:
+    """A study whose task and variant change the model and the recipe, and without `mqa`."""
+    own = {"lr": 0.002, "steps": 20, "aux_losses": {"balance": 0.1}}
+    table = copy.deepcopy(TABLE)
+    table["variants"] |= {"few": {"preset": "gqa", "recipe": own}, "mqa": {}}
+    table["tasks"]["recall"]["model"] = {"width": 64}
+    table["scales"]["smoke"]["variants"] = {"mqa": False}
+    return table
+
+
+@pytest.mark.parametrize(("changes", "words"), refused_cases(__file__, "overrides", globals()))
+def test_overrides_without_effect_are_refused(changes: dict[str, Any], words: str):
     with pytest.raises(SpecError, match=words) as caught:
-        parse_study(TABLE, "few", "smoke", {key: 0.01})
+        parse_study(overridden_table(), "few", "smoke", changes)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"recipe.steps": 20}, {"mha": 20, "few": 20}),
+        ({"recipe": {"steps": 3}, "variants.few.recipe.steps": 4}, {"mha": 3, "few": 4}),
+        ({"recipe.steps": 3, "tasks.recall.recipe.steps": 5, "variants.few": False}, {"mha": 5}),
+        ({"variants": {"few": {"recipe": {"steps": 4}}}}, {"mha": 2, "few": 4}),
+        ({"model.width": 64, "tasks.recall.pairs": 2}, {"mha": 2, "few": 20}),
+    ],
+)
+def test_overrides_with_effect_are_accepted(changes: dict[str, Any], steps: dict[str, int]):
+    study = parse_study(overridden_table(), "few", "smoke", changes)
+    recipes = {
+        variant.name: study.recipe_changes(variant, task) for variant, task in pairs_of(study)
+    }
+    assert {name: recipe["steps"] for name, recipe in recipes.items()} == steps
+
+
 def test_learning_rates_of_a_task_and_a_variant_take_effect():
-    changed = {"tasks.recall.recipe.lr": 0.01, "variants.mha.recipe.lr": [0.1, 0.2]}
+    changed = {
+        "tasks.recall.recipe.lr": 0.01,
+        "variants.mha.recipe.lr": [0.1, 0.2],
+        "variants.few.recipe.lr": 0.002,
+    }
     grid = CellGrid(parse_study(TABLE, "few", "small", changed))
     assert [(cell.variant, cell.rate) for cell in grid.tuning_cells()] == [
         ("mha", 0.1),
         ("mha", 0.2),
     ]
-    of_task = parse_study(TABLE, "few", "small", {"tasks.recall.recipe.lr": 0.01})
+    del changed["variants.mha.recipe.lr"]
+    of_task = parse_study(TABLE, "few", "small", changed)
     rates = {
         variant.name: CellGrid(of_task).rates(variant, task) for variant, task in pairs_of(of_task)
     }

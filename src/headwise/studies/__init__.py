@@ -3,6 +3,7 @@
 In reading order:
 
 - `study_file` reads a study from TOML: variants, tasks, seeds, learning rates, matching, scales;
+- `study_overrides` sets keys of the file, and refuses values that would have no effect;
 - `cells` makes the model of a variant on a task, with its size matched to the baseline, and lists
   the training runs (cells) of a study;
 - `run_cell` is one cell on any engine: training, tests, edits of the model, and what its heads do;

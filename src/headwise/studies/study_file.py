@@ -22,6 +22,7 @@ from ..training.recipe import Recipe
 from ..util.errors import SpecError, suggest
 from ..util.size_limits import Record, parse_toml
 from .run_cell import HEAD_MEASURES, ModelEdit, lists_to_tuples
+from .study_overrides import merge_tables, override_tables
 
 CHANGE = "change"
 LEARNING = "learning"
@@ -384,10 +385,9 @@ def parse_study(
         raise SpecError(
             f"the study {name!r} has no scale {scale!r}; {suggest(scale, [*scales, 'small'])}"
         )
-    merged = _merge(table, _read_table(scales.get(scale, {}), f"scales.{scale}").values)
-    for key, value in overrides.items():
-        _check_override(key, merged, overrides)
-        merged = _merge(merged, _nest(key, value))
+    merged = merge_tables(table, _read_table(scales.get(scale, {}), f"scales.{scale}").values)
+    names = {kind: [*_chosen(merged, kind)] for kind in ("variants", "tasks", "edits")}
+    merged = override_tables(merged, overrides, names)
     record = _read_table(merged, "the study", STUDY_KEYS)
     variants = {key: _parse_variant(one) for key, one in _chosen(merged, "variants").items()}
     tasks = {key: _parse_task(key, one) for key, one in _chosen(merged, "tasks").items()}
@@ -570,48 +570,3 @@ def _chosen(values: Mapping[str, Any], key: str) -> dict[str, Record]:
         for name, table in tables.items()
         if table is not False
     }
-
-
-def _merge(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge changes into a table key by key; replace everything that is not a table."""
-    merged = dict(table)
-    for key, value in changes.items():
-        old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            value = _merge(old, value)
-        merged[key] = value
-    return merged
-
-
-def _check_override(key: str, merged: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Raise SpecError for an override without effect: of a scale, or of what a task or a variant
-    sets by itself.
-    """
-    first, _, rest = key.partition(".")
-    if first == "scales":
-        inner = rest.partition(".")[2] or "recipe.steps"
-        raise SpecError(
-            f"{key} cannot be set, because the scale is applied before; set {inner}, which changes "
-            "the scale that is run"
-        )
-    for kind in ("tasks", "variants") if first in ("recipe", "model") else ():
-        for name in _chosen(merged, kind):
-            own = f"{kind}.{name}.{key}"
-            value: Any = merged[kind][name]
-            for step in key.split("."):
-                value = value.get(step) if isinstance(value, Mapping) else None
-            if value is not None and own not in overrides:
-                raise SpecError(
-                    f"{key} has no effect on {name!r}, because the file sets {own} = {value!r}; "
-                    f"set {own} too"
-                )
-
-
-def _nest(path: str, value: Any) -> dict[str, Any]:
-    """Make the table that sets one dotted key.
-
-    >>> _nest("recipe.steps", 3)
-    {'recipe': {'steps': 3}}
-    """
-    first, _, rest = path.partition(".")
-    return {first: _nest(rest, value) if rest else value}
