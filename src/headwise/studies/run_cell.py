@@ -512,8 +512,8 @@ class ModelEdit:
             )
 
     def check_model(self, net: Transformer) -> None:
-        """Raise SpecError if the model lacks the attentions of `sites`, or if its heads cannot share
-        keys and values as the edit requires.
+        """Raise SpecError if the model lacks the attentions of `sites`, or if its heads cannot
+        share keys and values as the edit requires.
         """
         choose_sites(dict(net.spec.attention_specs()), self.site_names)
         if self.change == "convert":

@@ -153,8 +153,8 @@ class Contrast:
     `expected` is what the hypothesis says of the difference: that `left` is "better" or "worse" by
     the metric of the task, or has "more" or "less" of a measure; that the two differ by at most a
     margin, as in "within 0.01"; or that `left` is better, or worse by at most a margin, as in "at
-    most 0.01 worse". It is empty where the hypothesis says nothing. `tasks` are those of which it is
-    expected, all if empty.
+    most 0.01 worse". It is empty where the hypothesis says nothing. `tasks` are those of which it
+    is expected, all if empty.
     """
 
     left: Readout
@@ -448,7 +448,8 @@ def _check_study(study: Study) -> None:
     for name, edit in study.edits.items():
         if edit.of and edit.of not in study.variants:
             raise SpecError(
-                f"edits.{name}.of = {edit.of!r} is not a variant; {suggest(edit.of, study.variants)}"
+                f"edits.{name}.of = {edit.of!r} is not a variant; "
+                f"{suggest(edit.of, study.variants)}"
             )
     for contrast in study.contrasts:
         for task in contrast.tasks:
