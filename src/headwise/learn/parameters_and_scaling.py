@@ -49,11 +49,13 @@ def sample_scores(
 
 
 def compare_tokens(queries: Tensor, keys: Tensor, scale: float | None = None) -> Tensor:
-    """Scores [..., T, S] of scaled dot products; without a `scale`, that of the layer."""
+    """Scores [B, T, S] of scaled dot products of queries [B, T, K] and keys [B, S, K]; without a
+    `scale`, that of the layer.
+    """
     similarity = REGISTRY["DotProduct"](scale=scale)
     spec = design(model=queries.shape[-1], heads=1, similarity=similarity)
     factor = similarity.score_scale(spec.core_of(spec.project))
-    return similarity.scores(queries, keys, factor, {})
+    return similarity.scores(queries[:, None], keys[:, None], factor, {})[:, 0]
 
 
 def softmax_weights(scores: Tensor) -> Tensor:
@@ -135,8 +137,8 @@ def normalisation_is_not_scaling(*, stretch: float = 3.0) -> Outcome:
     """Test if division by sqrt(d_k) undoes a change of the input's scale, as layer normalisation
     does.
     """
-    queries = sample(3, 64, 256)
-    keys = sample(4, 64, 256)
+    queries = sample(3, 64, 256)[None]
+    keys = sample(4, 64, 256)[None]
     scaled = float(
         compare_tokens(stretch * queries, keys).std() / compare_tokens(queries, keys).std()
     )

@@ -31,12 +31,12 @@ def override_tables(
     for key, value in overrides.items():
         merged = merge_tables(merged, _nest(key, value))
     for path, value in values.items():
-        kept = _look_up(merged, path)
-        if value == {} and kept:
+        present = _look_up(merged, path)
+        if value == {} and present:
             key = ".".join(path)
             raise SpecError(
                 f"{key} = {{}} has no effect, because tables are merged; set one of its keys, such "
-                f"as {key}.{next(iter(kept))}"
+                f"as {key}.{next(iter(present))}"
             )
         for variant, task in product(names["variants"], names["tasks"]):
             levels: list[KeyPath] = [("variants", variant), ("tasks", task), ()]
@@ -66,8 +66,8 @@ def _check_path(path: KeyPath, names: Mapping[str, Collection[str]]) -> None:
         )
     if path[0] in names and len(path) > 1 and path[1] not in names[path[0]]:
         kind, name = path[:2]
-        known = names[kind]
-        remedy = suggest(name, known) if known else f"add [{kind}.{name}] to the file"
+        of_kind = names[kind]
+        remedy = suggest(name, of_kind) if of_kind else f"add [{kind}.{name}] to the file"
         raise SpecError(
             f"{key} cannot be set, because {kind} has no {name!r} at this scale; {remedy}"
         )
