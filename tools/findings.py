@@ -377,6 +377,11 @@ def write_page(name: str, runs: Path) -> Path:
         tables="\n\n".join(render.to_markdown(table, level=3) for table in tables),
         protocol=_list([*report.failures, *describe_protocol(report)]),
     )
+    seeds: dict[str, dict[str, list[float]]] = {}  # differences, which the tables do not have
+    for (compared, task), one in report.comparisons.items():
+        label = f"{compared} minus {study.baseline}" if compared in study.variants else compared
+        seeds.setdefault(task, {})[label] = [round(value, 4) for value in one.pairs]
+    write_atomically(FINDINGS / f"study-{name}-seeds.json", json.dumps(seeds).encode() + b"\n")
     path = FINDINGS / f"study-{name}.md"
     path.write_text(page, encoding="utf-8")
     return path

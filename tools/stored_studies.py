@@ -41,6 +41,7 @@ def stored_studies() -> str:
 def read_study_page(name: str, text: str) -> dict[str, Any]:
     """Scores, comparisons, edits and measures of heads of one study."""
     study: dict[str, Any] = {"tasks": {}}
+    text = text.replace("\\[", "[").replace("\\]", "]")
     for heading, rows in read_tables(text):
         task, _, about = heading.partition(", ")
         of_task = study["tasks"].setdefault(
@@ -63,11 +64,14 @@ def read_study_page(name: str, text: str) -> dict[str, Any]:
                 kept = {name: row[name] for name in KEPT_MEASURES if name in row}
                 of_task["heads"].setdefault(variant, cells_as_numbers(kept))
     study["tasks"] = {task: of for task, of in study["tasks"].items() if "metric" in of}
-    scale = re.search(r"^- scale (\S+): ", text, re.MULTILINE)
+    scale = re.search(r"^- scale:? (\w+)", text, re.MULTILINE)
     assert scale is not None, f"study-{name}.md does not state its scale"
     study["scale"] = scale[1]
+    seeds = FINDINGS / f"study-{name}-seeds.json"
+    listed = json.loads(seeds.read_text(encoding="utf-8")) if seeds.exists() else {}
     for task, of_task in study["tasks"].items():
-        dots = read_dots(FINDINGS / f"study-{name}-{task}-differences.svg")
+        figure = FINDINGS / f"study-{name}-{task}-differences.svg"
+        dots = listed[task] if task in listed else read_dots(figure)
         for comparison, one in of_task["comparisons"].items():
             one["seeds"] = dots.get(comparison, [])
             one["zh"] = in_chinese(comparison)

@@ -47,17 +47,21 @@ def test_every_page_of_a_study_is_stored():
     assert {entry.study for entry in ENTRIES if entry.study} <= pages
 
 
+def number_of_page(value: float) -> str:
+    """A pattern of a number: three decimals, or four digits on newer pages; one that rounds to zero
+    keeps its sign.
+    """
+    texts = {re.escape(f"{value:+.3f}").replace(r"\+0\.000", r"[-+]0\.000")}
+    return f"({'|'.join(sorted(texts | {re.escape(f'{value:+.4g}')}))})"
+
+
 @pytest.mark.parametrize("study", NAMES)
 def test_comparisons_are_those_of_the_page(study: str):
     page = " ".join(page_of(study).split())
     for of_task in STUDIES[study]["tasks"].values():
         for name, one in of_task["comparisons"].items():
-            low, high = (f"{one[end]:+.3f}" for end in ("low", "high"))
-            interval = rf"{one['difference']:+.3f} [(\[]{low}( to |, ){high}[)\]]"
-            interval = re.sub(r"(?<!\[)([+.])(?=\d)", r"\\\1", interval)
-            # a difference that rounds to zero keeps its sign on the page
-            pattern = interval.replace(r"\+0\.000", r"[-+]0\.000")
-            assert re.search(pattern, page), name
+            value, low, high = (number_of_page(one[end]) for end in ("difference", "low", "high"))
+            assert re.search(rf"{value} \\?[(\[]{low}( to |, ){high}\\?[)\]]", page), name
             assert not one["significant"] or "**" in page or "significant" in page
 
 
