@@ -47,7 +47,7 @@ evaluate_batches = 1
 
 [variants.mha]
 [variants.gqa]
-lr = 0.003
+recipe = { lr = 0.003 }
 [variants.near]
 options = { pattern = "window(3)" }
 
