@@ -117,9 +117,9 @@ def test_the_lab_shows_what_the_model_gives(page: Any, gpt: OpenModel):
         page.get_by_role("switch", name="L1 H2", checked=False).wait_for()
         page.get_by_text("1 head is off: before → after").wait_for()
         effect = page.get_by_test_id("effect")
-        effect.wait_for()
-        text = effect.inner_text()
-        assert f"{expected['loss']['after']:.2f}" in text
+        after = f"{expected['loss']['after']:.2f}"
+        effect.get_by_text(after).first.wait_for()
+        assert after in effect.inner_text()
         page.get_by_role("link", name="Cost").click()
         page.get_by_text("1 head is off", exact=True).wait_for()
         page.get_by_role("button", name="Switch on").click()
