@@ -254,7 +254,8 @@ class UnknownTopic(ValueError):
     """A document, entry or topic that does not exist; the message names similar ones."""
 
 
-def _read_text(table: Mapping[str, str]) -> Text:
+def read_text(table: Mapping[str, str]) -> Text:
+    """Read a text in both languages."""
     return Text(table["en"].strip(), table["zh"].strip())
 
 
@@ -274,8 +275,8 @@ def _read_entry(document: str, table: Mapping[str, Any], module: Any) -> Entry:
         kind=Kind(table["kind"]),
         topic=table["topic"],
         quote_zh=table["quote"].strip(),
-        line=_read_text(table["line"]),
-        reason_text=_read_text(table["reason"]),
+        line=read_text(table["line"]),
+        reason_text=read_text(table["reason"]),
         verdict=Verdict(table["verdict"]),
         rows=tuple(table.get("rows", ())),
         run=_find_run(table, module),
@@ -300,7 +301,7 @@ def load_documents(ids: Sequence[str] = tuple(MODULES)) -> list[Document]:
         for name in MODULES[document]:
             module = import_module(f"{__package__}.{name}")
             entries += [_read_entry(document, table, module) for table in read_toml(name)["entry"]]
-        documents.append(Document(document, _read_text(titles[document]), tuple(entries)))
+        documents.append(Document(document, read_text(titles[document]), tuple(entries)))
     return documents
 
 

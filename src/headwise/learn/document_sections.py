@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from .catalogue import MODULES, Text, read_toml
+from .catalogue import MODULES, Text, read_text, read_toml
 
 FORMULA = re.compile(r"\$\$?[^$]+\$\$?")  # LaTeX in a text; between two dollars on its own line
 MATHML = Path(__file__).with_name("formulas.json")
@@ -67,13 +67,9 @@ class Cover:
     skill: Text
 
 
-def _read_text(table: Mapping[str, str]) -> Text:
-    return Text(table["en"].strip(), table["zh"].strip())
-
-
 def _read_exercise(table: Mapping[str, Any]) -> Exercise:
-    answer = _read_text(table["answer"]) if "answer" in table else None
-    return Exercise(_read_text(table["question"]), answer, tuple(table["entries"]))
+    answer = read_text(table["answer"]) if "answer" in table else None
+    return Exercise(read_text(table["question"]), answer, tuple(table["entries"]))
 
 
 def load_sections(document: str) -> list[Section]:
@@ -81,8 +77,8 @@ def load_sections(document: str) -> list[Section]:
     return [
         Section(
             table["number"],
-            _read_text(table["title"]),
-            _read_text(table["text"]),
+            read_text(table["title"]),
+            read_text(table["text"]),
             tuple(table["entries"]),
             tuple(map(_read_exercise, table.get("exercise", ()))),
         )
@@ -100,7 +96,7 @@ def load_covers() -> dict[str, Cover]:
     """Return the covers of all documents, in the order in which a beginner reads them."""
     covers = read_toml("course")["cover"]
     return {
-        table["id"]: Cover(*(_read_text(table[one.name]) for one in fields(Cover)))
+        table["id"]: Cover(*(read_text(table[one.name]) for one in fields(Cover)))
         for table in covers
     }
 
