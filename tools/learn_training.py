@@ -1,5 +1,5 @@
 """Small training experiments that `headwise learn` quotes: `python tools/learn_training.py TEXT
-CELLS`.
+CELLS [EXPERIMENT...]` (default: all).
 
 TEXT is input.txt of tinyshakespeare. Models predict its characters: two pre-norm layers of
 attention and feed-forward, 300 steps of 16 rows of 64 characters with AdamW. Arms with other
@@ -12,8 +12,11 @@ is learn/stored_training.json.
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ STEPS = 300
 ROWS = 16
 LENGTH = 64
 RATES = (0.001, 0.003, 0.01)
+LADDER = (0.003, 0.01, 0.03, 0.1, 0.3)
 MERGE_RATE = 0.01  # the rate that multi-head attention chooses, for all ways to merge
 SEEDS = (1, 2, 3, 4, 5)
 TUNING_SEED = 99
@@ -115,15 +119,27 @@ class Experiment:
 
     def run(self, arm: Arm, rate: float, seed: int, steps: int = STEPS) -> dict[str, Any]:
         """Train one model, unless it was trained before; its measurements."""
-        key = json.dumps([asdict(arm), rate, seed, steps])
+
+        def measure() -> dict[str, Any]:
+            model = self.train_model(arm, rate, seed, steps)
+            return self._measure(model, arm, self.train[: arm.text or None], seed)
+
+        return self.store([asdict(arm), rate, seed, steps], measure)
+
+    def store(self, name: list[Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Measure and store one cell, unless it was stored before."""
+        key = json.dumps(name)
         if key not in self.cells:
-            self.cells[key] = {"key": key} | self._train(arm, rate, seed, steps)
+            with torch.no_grad():
+                self.cells[key] = {"key": key} | measure()
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.cells[key]) + "\n")
             print(len(self.cells), key, round(self.cells[key]["test"], 3), flush=True)
         return self.cells[key]
 
-    def _train(self, arm: Arm, rate: float, seed: int, steps: int) -> dict[str, Any]:
+    @torch.enable_grad()
+    def train_model(self, arm: Arm, rate: float, seed: int, steps: int = STEPS) -> Model:
+        """Train one model; the same arguments give the same bits."""
         torch.manual_seed(seed)
         model = Model(arm, self.vocabulary)
         trained = [one for one in model.parameters() if one.requires_grad]
@@ -135,8 +151,7 @@ class Experiment:
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
-        with torch.no_grad():
-            return self._measure(model, arm, text, seed)
+        return model
 
     def _loss(self, model: Model, text: Tensor, data: Any, noise: tuple[int, ...] = ()) -> Tensor:
         starts = torch.randint(len(text) - LENGTH - 1, (ROWS,), generator=data)
@@ -257,19 +272,99 @@ def merges(experiment: Experiment) -> dict[str, Any]:
     return {merge: float(np.mean(one)) for merge, one in losses.items()} | correct(compared)
 
 
-EXPERIMENTS = {"heads": heads, "overfitting": overfitting, "merges": merges}
+def biases(experiment: Experiment) -> dict[str, Any]:
+    """Loss without and with biases, in all dense layers and layer norms, over a ladder of learning
+    rates; at most the loss of guessing, because training that diverged is no worse.
+    """
+    guess = math.log(experiment.vocabulary)
+    found: dict[str, Any] = {"guess": guess}
+    compared: dict[str, dict[str, Any]] = {}
+    for rate in LADDER:
+        losses: dict[str, list[float]] = {}
+        for name, has_bias in (("without", False), ("with", True)):
+            cells = experiment.seeds(Arm(bias=has_bias), rate)
+            tests = column(cells, "test")
+            losses[name] = [loss if loss < guess else guess for loss in tests]  # also NaN
+            found[f"{name}_{rate:g}"] = float(np.mean(losses[name]))
+        compared[f"difference_{rate:g}"] = compare(losses["without"], losses["with"])
+    return found | correct(compared)
+
+
+def ensemble(experiment: Experiment) -> dict[str, Any]:
+    """Loss of a model with 4 heads, also without one of them, and of an ensemble of 4 models with
+    one head and half the width, whose probabilities are averaged, also without one of them.
+    """
+    whole = Arm()
+    part = Arm(model=whole.model // 2, heads=1)
+    rates = [experiment.tune(arm) for arm in (whole, part)]
+
+    def measure(seed: int) -> dict[str, Any]:
+        model = experiment.train_model(whole, rates[0], seed)
+        members = [
+            experiment.train_model(part, rates[1], 100 * seed + n) for n in range(whole.heads)
+        ]
+        rows = experiment.test[: 64 * (LENGTH + 1)].unflatten(0, (64, LENGTH + 1))
+        ids = rows[:, :-1]
+        target = rows[:, 1:].flatten()
+
+        def loss(log_probs: Tensor) -> float:
+            return float(F.nll_loss(log_probs.flatten(0, 1), target))
+
+        def mean(chosen: list[Tensor]) -> Tensor:
+            return torch.stack(chosen).logsumexp(0) - math.log(len(chosen))
+
+        outputs = [member(ids).log_softmax(-1) for member in members]
+        without_head: list[float] = []
+        for head in range(whole.heads):
+            ablated = copy.deepcopy(model)
+            for block in ablated.blocks:
+                matrix = block.attention.get_parameter("output.o")
+                matrix.unflatten(-1, (whole.heads, -1))[:, head] = 0.0
+            without_head.append(loss(ablated(ids).log_softmax(-1)))
+        without_member = [loss(mean([*outputs[:n], *outputs[n + 1 :]])) for n in range(whole.heads)]
+        numbers = [sum(map(torch.numel, one.parameters())) for one in (model, *members)]
+        return {
+            "test": loss(model(ids).log_softmax(-1)),
+            "ensemble": loss(mean(outputs)),
+            "member": float(np.mean([loss(one) for one in outputs])),
+            "without_head": float(np.mean(without_head)),
+            "without_member": float(np.mean(without_member)),
+            "parameters": numbers[0],
+            "parameters_ensemble": sum(numbers[1:]),
+        }
+
+    cells = [experiment.store(["ensemble", seed], lambda n=seed: measure(n)) for seed in SEEDS]
+    names = ("test", "ensemble", "member", "without_head", "without_member")
+    means = {name: float(np.mean(column(cells, name))) for name in names}
+    sizes = {name: cells[0][name] for name in ("parameters", "parameters_ensemble")}
+    compared = {
+        "model_minus_ensemble": compare(column(cells, "test"), column(cells, "ensemble")),
+        "damage": compare(
+            column(cells, "without_head", "test"), column(cells, "without_member", "ensemble")
+        ),
+    }
+    return means | sizes | correct(compared)
+
+
+EXPERIMENTS = {
+    "heads": heads,
+    "overfitting": overfitting,
+    "merges": merges,
+    "biases": biases,
+    "ensemble": ensemble,
+}
 
 
 def main(argv: list[str]) -> int:
     """Train what is missing; write the file after each experiment."""
-    if len(argv) != 2:
+    if len(argv) < 2 or not {*argv[2:]} <= {*EXPERIMENTS}:
         print(__doc__, file=sys.stderr)
         return 2
     torch.set_num_threads(1)
     experiment = Experiment(Path(argv[0]), Path(argv[1]))
-    stored: dict[str, Any] = {"steps": STEPS, "seeds": len(SEEDS)}
-    for name, measure in EXPERIMENTS.items():
-        stored[name] = measure(experiment)
+    stored = json.loads(OUT.read_text(encoding="utf-8"))
+    for name in argv[2:] or EXPERIMENTS:
+        stored[name] = EXPERIMENTS[name](experiment)
         OUT.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     return 0
 

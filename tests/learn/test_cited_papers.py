@@ -17,7 +17,7 @@ from headwise.attention.initialisation import depth_scaled_init
 from headwise.learn import cited_papers
 from headwise.learn.measured_layers import make_layer, sample
 from learn import learn_entries as learn
-from learn.learn_entries import array, layer_output, layer_parts
+from learn.learn_entries import array, layer_output, layer_parts, softmax
 
 ENTRIES = {id: entry for id, entry in learn.entries_of("002").items() if id.startswith("002-FF")}
 NET, INPUTS = cited_papers.read_translator()
@@ -84,6 +84,26 @@ def collapse() -> dict:
                 if normed:
                     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
             numbers[name + suffix] = float(np.sqrt(((x - x.mean(0)) ** 2).sum() / (x**2).sum()))
+    return numbers
+
+
+def chosen_values() -> dict:
+    """W_O is the identity where W_V is chosen, so the outputs are the weights times x W_V^T."""
+    numbers = {"random": collapse()["causal_norm"]}
+    causal = np.tril(np.ones((32, 32), dtype=bool))
+    for name in ("orthogonal", "centred"):
+        x = array(sample(0, 32, 64))
+        for number in range(1, 17):
+            own = make_layer(hw.design(model=64, heads=1), seed=number).state_dict()
+            q, k = (x @ array(own[f"project.{side}"]).T for side in "qk")
+            y = softmax(np.where(causal, q @ k.T / 8, -np.inf)) @ x
+            if name == "orthogonal":
+                y = y @ np.linalg.qr(array(sample(100 + number, 64, 64)))[0].T
+            else:
+                mean = y.mean(0)
+                y = y - np.outer(y @ mean, mean) / (mean @ mean)
+            x = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-5)
+        numbers[name] = float(np.sqrt(((x - x.mean(0)) ** 2).sum() / (x**2).sum()))
     return numbers
 
 
@@ -306,6 +326,7 @@ def removals() -> dict:
 COMPUTED = {
     "002-FF.1": collapse,
     "002-FF.1b": ranks,
+    "002-FF.1d": chosen_values,
     "002-FF.2": collaborative,
     "002-FF.3": pooling,
     "002-FF.4": alignment,

@@ -57,15 +57,27 @@ def mean_divergence(expected: Tensor, changed: Tensor) -> float:
 # --- Masks and layer normalisation against rank collapse ------------------------------------------
 
 
-def residual_after_layers(pattern: str, *, norm: bool, layers: int = 16) -> float:
+@torch.no_grad()
+def residual_after_layers(
+    pattern: str, *, norm: bool, layers: int = 16, values: str = "random"
+) -> float:
     """||X - 1 x^T|| / ||X|| of 32 random tokens after layers of attention alone, without residual
-    connections.
+    connections. W_V of each layer is "random", "orthogonal", or "centred": the projection that
+    removes the mean of the layer's outputs; W_O is then the identity.
     """
     x = sample(0, 32, 64)
-    for number in range(layers):
-        x = make_layer(design(model=64, heads=1, pattern=pattern), seed=number + 1)(x[None])[
-            0
-        ].detach()
+    for number in range(1, layers + 1):
+        layer = make_layer(design(model=64, heads=1, pattern=pattern), seed=number)
+        if values != "random":
+            layer.get_parameter("output.o").copy_(torch.eye(64))
+            w_v = layer.get_parameter("project.v")
+            w_v.copy_(torch.eye(64))
+            if values == "centred":
+                mean = F.normalize(layer(x[None])[0].mean(0), dim=0)
+                w_v.sub_(torch.outer(mean, mean))
+            else:
+                w_v.copy_(torch.linalg.qr(sample(100 + number, 64, 64)).Q)
+        x = layer(x[None])[0]
         x = F.layer_norm(x, (64,)) if norm else x
     return rank_one_residual(x)
 
@@ -82,6 +94,20 @@ def rank_collapse(*, local: str = "window(5)") -> Outcome:
     }
     collapsed = plain["full"] < plain["causal"] < 1e-3 and normed["causal_norm"] < 1e-3
     return judge(collapsed and plain["local"] > 100 * plain["causal"], **plain, **normed)
+
+
+def rank_with_chosen_values(*, chosen: str = "centred") -> Outcome:
+    """The same under a causal mask with layer normalisation, for three kinds of W_V."""
+    numbers = {
+        name: residual_after_layers("causal()", norm=True, values=values)
+        for name, values in (
+            ("random", "random"),
+            ("orthogonal", "orthogonal"),
+            ("centred", chosen),
+        )
+    }
+    collapse = max(numbers["random"], numbers["orthogonal"]) < 1e-3
+    return judge_condition(collapse, numbers["centred"] < 0.5, **numbers)
 
 
 def rank_of_trained_states(*, trained: bool = True) -> Outcome:
