@@ -277,7 +277,7 @@ def biases(experiment: Experiment) -> dict[str, Any]:
     rates; at most the loss of guessing, because training that diverged is no worse.
     """
     guess = math.log(experiment.vocabulary)
-    found: dict[str, Any] = {"guess": guess}
+    found: dict[str, Any] = {"guess": guess, "diverged": 0}
     compared: dict[str, dict[str, Any]] = {}
     for rate in LADDER:
         losses: dict[str, list[float]] = {}
@@ -286,6 +286,7 @@ def biases(experiment: Experiment) -> dict[str, Any]:
             tests = column(cells, "test")
             losses[name] = [loss if loss < guess else guess for loss in tests]  # also NaN
             found[f"{name}_{rate:g}"] = float(np.mean(losses[name]))
+            found["diverged"] += losses[name].count(guess)
         compared[f"difference_{rate:g}"] = compare(losses["without"], losses["with"])
     return found | correct(compared)
 
