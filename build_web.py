@@ -1,5 +1,5 @@
-"""Builds the page of `headwise view`: `python build_web.py`, and the build hook of hatch that puts
-it into wheels.
+"""Builds the page of `headwise view` and the script of the pages of `headwise learn`:
+`python build_web.py`, and the build hook of hatch that puts them into wheels.
 
 The sources are in src/headwise/viewer/web, the result in src/headwise/viewer/static, which git
 ignores. The page is built again if a source has changed. Needs Node >= 20: that of the system, or
@@ -158,7 +158,7 @@ def build(force: bool = False) -> bool:
         _run([*npm, *words], environment)
     missing = [
         name
-        for name in ("index.html", "app.js", "app.css", "report.js")
+        for name in ("index.html", "app.js", "app.css", "report.js", "learn.js")
         if not (STATIC / name).is_file()
     ]
     if missing:

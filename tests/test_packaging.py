@@ -33,7 +33,7 @@ EXAMPLES = ROOT / "examples"
 DATA = (
     *(
         f"viewer/static/{name}"
-        for name in ("index.html", "app.js", "app.css", "report.js", "licences.txt")
+        for name in ("index.html", "app.js", "app.css", "report.js", "learn.js", "licences.txt")
     ),
     *(
         "observe/sample/sample.trace",

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from headwise import cli
-from headwise.learn import entry_text
+from headwise.learn import entry_text, sliders
 from headwise.learn.catalogue import load_documents, load_entries
 from headwise.learn.document_page import DocumentPages
 from headwise.learn.language import use_language
+from headwise.learn.sliders import read_script
 from headwise.report import plots
 from headwise.report.render import to_json
 
@@ -119,14 +120,19 @@ class Page(html.parser.HTMLParser):
 
 def test_pages_are_complete_and_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     text = run(capsys, "004-5", "--html", str(tmp_path), "--lang", "zh")
-    assert text.split() == ["已写出", str(tmp_path / "004.html")]
+    names = ("004.html", "004.en.html")
+    assert text.split() == [word for name in names for word in ("已写出", str(tmp_path / name))]
     text = (tmp_path / "004.html").read_text()
     page = Page()
     page.feed(text)
     assert sorted(page.articles) == sorted(one.id for one in load_documents(["004"])[0].entries)
     assert {f"#{id}" for id in page.articles} < set(page.addresses)
-    assert all(address.startswith(("#", "004.html#")) for address in page.addresses)
-    assert "<script" not in text
+    for address in page.addresses:
+        assert address.startswith(("#", "004.html#")) or address == "004.en.html"
+    assert text.count("<script") == bool(read_script())
+    other = (tmp_path / "004.en.html").read_text()
+    assert '<html lang="en">' in other
+    assert 'href="004.html"' in other
 
 
 def test_all_documents_come_with_a_start_page(
@@ -136,11 +142,15 @@ def test_all_documents_come_with_a_start_page(
     names = [
         Path(line.split()[1]).name for line in run(capsys, "--html", str(tmp_path)).splitlines()
     ]
-    assert names == ["004.html", "000.html", "001.html", "003.html", "002.html", "index.html"]
+    order = ("004", "000", "001", "003", "002", "index")
+    assert names == [f"{name}{suffix}.html" for name in order for suffix in ("", ".zh")]
     page = Page()
     page.feed((tmp_path / "index.html").read_text())
-    assert page.addresses == names[:-1]
-    assert run(capsys, "--html", str(tmp_path), "--overwrite").count("\n") == 6
+    assert page.addresses == ["index.zh.html", *names[:-2:2]]
+    assert run(capsys, "--html", str(tmp_path), "--overwrite").count("\n") == 12
+    assert run(capsys, "--html", str(tmp_path), "--overwrite", "--lang", "zh").count("\n") == 12
+    assert (tmp_path / "index.en.html").is_file()
+    assert not (tmp_path / "index.zh.html").exists()
 
 
 def test_a_page_replaces_itself_alone(
@@ -150,7 +160,7 @@ def test_a_page_replaces_itself_alone(
     monkeypatch.setattr(DocumentPages, "render_document", lambda *_: "new")
     page = tmp_path / "004.html"
     page.write_text("old")
-    assert run(capsys, "004", "--html", str(tmp_path), "--overwrite").count("\n") == 1
+    assert run(capsys, "004", "--html", str(tmp_path), "--overwrite").count("\n") == 2
     assert page.read_text() == "new"
     for name in ("000.html", "index.html"):
         other = tmp_path / name
@@ -177,9 +187,19 @@ def test_a_missing_chinese_font_is_named_in_both_languages(fonts, tmp_path, caps
 
 def test_with_a_chinese_font_there_is_no_note(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(entry_text, "find_undrawable", lambda text: [])
-    assert cli.main(["learn", "004", "--html", str(tmp_path)]) == 0
-    assert "fonts-noto-cjk" not in (tmp_path / "004.html").read_text()
+    script = tmp_path / "learn.js"
+    script.write_text("run();")
+    monkeypatch.setattr(sliders, "SCRIPT", script)
+    assert cli.main(["learn", "004", "--html", str(tmp_path / "pages")]) == 0
+    assert "fonts-noto-cjk" not in (tmp_path / "pages" / "004.html").read_text()
     assert capsys.readouterr().err == ""
+
+
+def test_a_missing_script_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sliders, "SCRIPT", tmp_path / "learn.js")
+    monkeypatch.setattr(DocumentPages, "render_document", lambda *_: "")
+    assert cli.main(["learn", "004", "--html", str(tmp_path / "pages")]) == 0
+    assert "run make web and write the pages again" in capsys.readouterr().err
 
 
 def test_every_figure_is_chinese():

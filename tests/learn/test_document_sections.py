@@ -1,9 +1,11 @@
 """Sections of the documents: each entry is in one, both languages have every text, formulas are set,
-exercises are answered by runs, and the pages are complete without scripts.
+exercises are answered by runs, and the pages are complete without their script.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html.parser
 import re
 import sys
@@ -14,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from headwise.learn import document_page
+from headwise.learn import sliders
 from headwise.learn.catalogue import MODULES, Document, Kind, Text, load_documents
 from headwise.learn.document_page import DocumentPages
 from headwise.learn.document_sections import (
@@ -161,24 +163,36 @@ class Page(html.parser.HTMLParser):
 
 def render(id: str, language: str) -> Page:
     """A page of a course."""
-    pages = DocumentPages(list(DOCUMENTS.values()), language)
+    pages = DocumentPages(list(DOCUMENTS.values()), language, "en")
     text = pages.render_document(DOCUMENTS[id], in_course=True)
     assert "default-src 'none'" in text
     return Page(text)
 
 
+@pytest.fixture(params=["", "run();"], ids=["without script", "with script"])
+def script(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The built script of the pages; "" if it is not built."""
+    path = tmp_path / "learn.js"
+    if request.param:
+        path.write_text(request.param)
+    monkeypatch.setattr(sliders, "SCRIPT", path)
+    return request.param
+
+
 @pytest.mark.parametrize("language", ["en", "zh"])
 @pytest.mark.parametrize("id", ["001", "004"])
-def test_pages_are_complete(id: str, language: str):
+def test_pages_are_complete(id: str, language: str, script: str):
     page = render(id, language)
-    assert page.tags & {"script", "img", "iframe", "link"} == set()
+    assert page.tags & {"script", "img", "iframe", "link"} == ({"script"} if script else set())
     assert not any(name.startswith("on") for name in page.attributes)
     assert {entry.id for entry in DOCUMENTS[id].entries} <= set(page.ids)
     assert {f"section-{n + 1}" for n in range(len(SECTIONS[id]))} <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
-    known = {f"{one}.html" for one in DOCUMENTS} | {"index.html"}
+    own, other = (".html", ".zh.html") if language == "en" else (".zh.html", ".html")
+    known = {f"{one}{own}" for one in DOCUMENTS} | {f"index{own}", f"{id}{other}"}
     known |= {f"#{one}" for one in page.ids}
-    known |= {f"{one.id}.html#{entry.id}" for one in DOCUMENTS.values() for entry in one.entries}
+    known |= {f"{one.id}{own}#{entry.id}" for one in DOCUMENTS.values() for entry in one.entries}
+    assert f"{id}{other}" in page.addresses
     assert [address for address in page.addresses if address not in known] == []
     assert {"math", "details", "nav", "section"} <= page.tags
 
@@ -213,10 +227,31 @@ def test_texts_are_set_as_html():
 def test_the_start_page_has_a_cover_for_every_document(language: str):
     text = DocumentPages(list(DOCUMENTS.values()), language).render_start()
     page = Page(text)
-    assert page.addresses == [f"{id}.html" for id in load_covers()]
-    assert page.addresses[0] == "004.html"
+    assert page.addresses[0] == f"index.{'en' if language == 'zh' else 'zh'}.html"
+    assert page.addresses[1:] == [f"{id}.html" for id in load_covers()]
+    assert page.addresses[1] == "004.html"
     for id, cover in load_covers().items():
         assert (cover.skill.zh if language == "zh" else cover.skill.en) in text, id
         assert f"{len(DOCUMENTS[id].entries)} " in text
-    assert "script" not in page.tags
-    assert document_page.START == "index.html"
+    assert len(SECTIONS) == text.count("data-progress=")
+
+
+def test_the_policy_allows_the_script_of_the_page_alone(script: str):
+    text = DocumentPages([DOCUMENTS["004"]], "en").render_start()
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f" script-src 'sha256-{digest}';" if script else ""
+    rest = "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    assert policy == f"default-src 'none';{allowed} {rest}"
+    assert text.count("<script>") == text.count(f"<script>{script}</script>") == bool(script)
+
+
+def test_a_page_says_why_its_sliders_do_not_move(script: str):
+    document = DOCUMENTS["004"]
+    shown = [entry for entry in document.entries if entry.id == "004-2b"]
+    for language, note in (("en", "run make web"), ("zh", "运行 make web")):
+        pages = DocumentPages([document], language)
+        text = pages.render_document(Document("004", document.title, tuple(shown)))
+        assert (note in text) == (not script)
+        assert text.count("data-slider=") == 1
+        assert "45.4</dd>" in text  # the estimate at the start

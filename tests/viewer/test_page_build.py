@@ -64,7 +64,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     script = (
         "const fs=require('fs');fs.mkdirSync('../static',{recursive:true});"
         "for(const n of "
-        "['index.html','app.js','app.css','report.js'])fs.writeFileSync('../static/'+n,n)"
+        "['index.html','app.js','app.css','report.js','learn.js'])fs.writeFileSync('../static/'+n,n)"
     )
     package = {
         "name": "page",

@@ -25,8 +25,8 @@ class LearnOptions(Options):
 
     TOPIC  a document 000 to 004, a section (003-6), a topic, a row (C1.4), or a Chinese word
     --list  list every entry with its state; run nothing
-    --lang {en,zh}  language of the texts (default: the locale's)
-    --html DIR  write one page for each document, with figures; without TOPIC, a start page too
+    --lang {en,zh}  language of the texts, with --html of the first pages (default: the locale's)
+    --html DIR  write pages with figures and sliders, in both languages; without TOPIC, a start page too
     --overwrite  replace an earlier output of this command
     --json  print one JSON document instead of text
 
@@ -81,6 +81,7 @@ def _write_pages(args: LearnOptions, folder: str, language: str) -> int:
     from ..learn.catalogue import MODULES, find_entries, load_documents
     from ..learn.document_page import DocumentPages
     from ..learn.entry_text import Words, font_note
+    from ..learn.sliders import read_script
 
     ids = [] if args.what is None else [entry.document for entry in find_entries(args.what)]
     pages = DocumentPages(load_documents(list(dict.fromkeys(ids)) or tuple(MODULES)), language)
@@ -89,9 +90,9 @@ def _write_pages(args: LearnOptions, folder: str, language: str) -> int:
         names = list(pages.write(staged, in_course))
     for name in names:
         print_page(f"{Words(language).phrase('wrote')} {Path(folder) / name}")
-    note = font_note(language)
-    if note:
-        print_note(f"headwise: {note}")
+    for note in (font_note(language), "" if read_script() else Words(language).phrase("no_script")):
+        if note:
+            print_note(f"headwise: {note}")
     return 0
 
 

@@ -4,7 +4,8 @@ and judged.
 `catalogue` holds `Entry`, `Outcome` and `Verdict`; it reads the texts, joins them with the runs and
 finds topics. `entry_text` writes them for a terminal and as the table of errata, with the claims of
 stored studies. `document_sections` reads the sections of the documents in our words, and
-`document_page` writes both as HTML with figures; `matrix_figures` makes the figures.
+`document_page` writes both as HTML with figures; `matrix_figures` makes the figures. `sliders` are
+inputs on the pages beside entries, and `slider_values` computes what they show.
 
 The runs of each document are in one or more modules, with texts in a .toml file next to each:
 `self_attention_basics` (000), `parameters_and_scaling` (001), `multi_head_idea`,

@@ -1,9 +1,12 @@
 """Pages of the source documents as HTML: sections with their entries, figures, formulas and
-exercises, and a start page. They need no script and no network.
+exercises, sliders, and a start page, in both languages. They need no network; without a script
+sliders show their start.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import inspect
 import re
 from collections import Counter
@@ -20,16 +23,18 @@ from ..report.plots import to_svg
 from ..report.render import fill_template
 from ..util.files import write_atomically
 from ..util.output_paths import FolderKind
-from .catalogue import Document, Entry, Text, Verdict, read_toml
+from .catalogue import Document, Entry, Result, Text, Verdict, read_toml
 from .document_sections import Exercise, load_covers, load_formulas, load_mathml, load_sections
 from .entry_text import Words, describe_study, font_note, how_checked, plain_formula
 from .language import LANGUAGES, join_clauses, localise, use_language
+from .sliders import format_output, load_sliders, read_script
 from .stored_findings import draw_study
 
 FOLDER = Path(__file__).parent
-START = "index.html"
 DOCUMENT_PAGES = FolderKind(
-    "folder of documents", ("00[0-4].html",), lambda _: ("00[0-4].html", START)
+    "folder of documents",
+    ("00[0-4].html",),
+    lambda _: ("00[0-4].html", "00[0-4].en.html", "00[0-4].zh.html", "index*.html"),
 )
 MOST_STUDY_LINES = 3  # longer results of a study are folded
 # A formula between dollars, code between backticks, emphasis between asterisks, the id of an entry,
@@ -46,14 +51,19 @@ SVG_ID = re.compile(r'(?<=\bid=")|(?<=url\(#)|(?<=href="#)')
 
 
 class DocumentPages:
-    """The pages of documents in one language. Texts may refer to entries of all `documents`."""
+    """The pages of documents in one language. Texts may refer to entries of all `documents`. The
+    names of pages in another language than `main` have the language in them: 004.zh.html.
+    """
 
-    def __init__(self, documents: Sequence[Document], language: str) -> None:
+    def __init__(self, documents: Sequence[Document], language: str, main: str = "") -> None:
         order = list(load_covers())
         self.documents = sorted(documents, key=lambda document: order.index(document.id))
         self.language = language
+        (self.other,) = {*LANGUAGES} - {language}
+        self._main = main or language
+        self._checked: dict[str, Result] = {}
         self._addresses = {
-            entry.id: f"{document.id}.html#{entry.id}"
+            entry.id: f"{self.page_name(document.id)}#{entry.id}"
             for document in documents
             for entry in document.entries
         }
@@ -67,7 +77,16 @@ class DocumentPages:
             "notes": {name: font_note(name) for name in LANGUAGES},
             "choose": self.choose,
             "set_text": self.set_text,
+            "format_output": format_output,
+            "other": self.other,
+            "page_name": self.page_name,
+            **_policy(),
         }
+
+    def page_name(self, name: str, language: str = "") -> str:
+        """The name of the file of a page: of a document by its id, or of the start page."""
+        language = language or self.language
+        return f"{name}.html" if language == self._main else f"{name}.{language}.html"
 
     def choose(self, text: Text) -> str:
         """Return a text in the language of the pages."""
@@ -116,7 +135,7 @@ class DocumentPages:
         pages.
         """
         with use_language(self.language):  # of the texts inside figures
-            results = {entry.id: entry.check() for entry in document.entries}
+            results = {entry.id: self._check(entry) for entry in document.entries}
             studies = dict.fromkeys(entry.study for entry in document.entries)
             strips = {study: list(draw_study(study, self.language)) for study in studies}
         ids = [one.id for one in self.documents] if in_course else []
@@ -130,7 +149,8 @@ class DocumentPages:
             results=results,
             strips=strips,
             covers=load_covers(),
-            start=START if in_course else "",
+            start=self.page_name("index") if in_course else "",
+            show_sliders=self._show_sliders,
             previous=ids[place - 1] if place > 0 else "",
             following="".join(ids[place + 1 : place + 2]),
             set_formula=self.set_formula,
@@ -145,6 +165,29 @@ class DocumentPages:
             source=_read_source,
             **self._shared,
         )
+
+    def _check(self, entry: Entry) -> Result:
+        """The result of an entry; an earlier one in another language, if it has no figure."""
+        result = self._checked.get(entry.id)
+        if result is None or result.figure is not None:
+            result = self._checked[entry.id] = entry.check()
+        return result
+
+    def _show_sliders(self, id: str) -> Markup:
+        """The sliders beside an entry, at their start."""
+        shown = [
+            fill_template(
+                FOLDER / "slider.html",
+                slider=slider,
+                names={name: self.choose(text) for name, text in slider.outputs.items()},
+                outputs=slider.start_outputs(),
+                language=self.language,
+                **self._shared,
+            )
+            for slider in load_sliders()
+            if slider.entry == id
+        ]
+        return Markup("".join(shown))
 
     def _fill_answer(self, results: dict[str, Any], exercise: Exercise) -> Markup:
         """The answer of an exercise, with the numbers of its entries."""
@@ -178,17 +221,37 @@ class DocumentPages:
             return DOCUMENT_PAGES
         names = [f"{document.id}.html" for document in self.documents]
         kind = f"folder with {', '.join(names)} alone"
-        return DOCUMENT_PAGES._replace(name=kind, list_names=lambda _: names)
+        suffixes = ("", *(f".{language}" for language in LANGUAGES))
+        files = [
+            f"{document.id}{suffix}.html" for document in self.documents for suffix in suffixes
+        ]
+        return DOCUMENT_PAGES._replace(name=kind, list_names=lambda _: files)
 
     def write(self, folder: Path, in_course: bool) -> Iterator[str]:
-        """Write the pages, and the start page of a course; yield the name of each."""
+        """Write the pages, and the start page of a course, in both languages; yield the name of
+        each.
+        """
+        translated = DocumentPages(self.documents, self.other, self.language)
+        translated._checked = self._checked
+        pair = (self, translated)
         for document in self.documents:
-            name = f"{document.id}.html"
-            write_atomically(folder / name, self.render_document(document, in_course).encode())
-            yield name
-        if in_course:
-            write_atomically(folder / START, self.render_start().encode())
-            yield START
+            for pages in pair:
+                name = pages.page_name(document.id)
+                text = pages.render_document(document, in_course)
+                write_atomically(folder / name, text.encode())
+                yield name
+        for pages in pair if in_course else ():
+            write_atomically(folder / pages.page_name("index"), pages.render_start().encode())
+            yield pages.page_name("index")
+
+
+def _policy() -> dict[str, Any]:
+    """The script of the pages, and what their policy allows: this script alone, by its checksum."""
+    script = read_script()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    element = Markup("<script>{}</script>").format(Markup(script)) if script else ""
+    policy = f"script-src 'sha256-{digest}'; " if script else ""
+    return {"script": element, "script_policy": Markup(policy), "can_move": bool(script)}
 
 
 def _draw(numbers: Iterator[int], figure: Figure, theme: str) -> Markup:

@@ -1,5 +1,5 @@
-// Builds the page into ../static: app.js (split into chunks), app.css, index.html, report.js for exported files, and the
-// licences of the packages in the bundle. Prints the size of each file and fails above the budgets.
+// Builds the page into ../static: app.js (split into chunks), app.css, index.html, report.js for exported files, learn.js for
+// the pages of `headwise learn`, and the licences of the packages in the bundle. Prints sizes and fails above the budgets.
 
 import { build } from "esbuild";
 import { mkdirSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
@@ -9,7 +9,7 @@ import { gzipSync } from "node:zlib";
 
 const here = dirname(fileURLToPath(import.meta.url));
 const out = join(here, "..", "static");
-const BUDGETS = { script: 120_000, firstScreen: 70_000, style: 15_000 }; // bytes, gzipped
+const BUDGETS = { script: 120_000, firstScreen: 70_000, style: 15_000, learn: 10_000 }; // bytes, gzipped
 
 const common = { bundle: true, minify: true, target: "es2022", jsx: "automatic", jsxImportSource: "preact", legalComments: "none" };
 
@@ -25,17 +25,19 @@ const app = await build({
   metafile: true,
 });
 await build({ ...common, entryPoints: { report: join(here, "src/main.tsx") }, outdir: out, format: "iife", splitting: false });
+await build({ ...common, entryPoints: { learn: join(here, "src/learn/page.ts") }, outdir: out, format: "iife" });
 await build({ ...common, entryPoints: { app: join(here, "src/styles/app.css") }, outdir: out });
 writeFileSync(join(out, "index.html"), readFileSync(join(here, "src/index.html")));
 writeFileSync(join(out, "licences.txt"), licences());
 
 const gzipped = (name) => gzipSync(readFileSync(join(out, name))).length;
-const scripts = readdirSync(out).filter((name) => name.endsWith(".js") && name !== "report.js");
+const scripts = readdirSync(out).filter((name) => name.endsWith(".js") && !["report.js", "learn.js"].includes(name));
 const first = firstScreenFiles(app.metafile);
 const sizes = {
   script: sum(scripts.map(gzipped)),
   firstScreen: sum(first.map(gzipped)),
   style: gzipped("app.css"),
+  learn: gzipped("learn.js"),
 };
 for (const [name, size] of Object.entries(sizes)) {
   console.log(`${name.padEnd(12)} ${(size / 1000).toFixed(1).padStart(6)} kB gzip of ${BUDGETS[name] / 1000}`);
