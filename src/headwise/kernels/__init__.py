@@ -10,8 +10,8 @@
 
 The operations and their kernels:
 
-- `flash_attention`, `flash_attention_kernel`: attention with gradients; each query
-  reads one range of keys
+- `flash_attention`, `flash_attention_kernel`, `flash_attention_reference`: attention with
+  gradients; each query reads one range of keys
 - `paged_decode`, `paged_decode_kernel`, `kv_block_attention`, `split_kv_schedule`: one query per
   row over a paged KV cache, with shared prefixes read once
 - `row_normalisers`, `row_normaliser_kernels`: masked softmax and entmax over rows of scores

@@ -17,8 +17,8 @@ then over key blocks, so that only one thread adds to a key's gradients. Queries
 summed over the parts afterwards.
 
 In plain PyTorch: `attend_key_ranges_reference` and `attend_key_ranges_backward_reference` of
-`flash_attention`, which equal `F.scaled_dot_product_attention` with the key ranges as a boolean
-mask.
+`flash_attention_reference`, which equal `F.scaled_dot_product_attention` with the key ranges as a
+boolean mask.
 
 All products are `gemm`, the micro-kernel at the end:
 

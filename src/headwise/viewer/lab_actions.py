@@ -264,7 +264,7 @@ def compute_effect(
         progress(2 + count, 2 + random, f"random heads {count + 1}")
         after = runs.without(ablation._replace(heads=chosen))
         change = position_changes(before, after).mean().item()
-        result["random"].append({"change": change, "loss": _loss(model, after)})
+        result["random"].append({"change": change, "loss": _mean(_loss_by_position(model, after))})
     return result
 
 
@@ -335,10 +335,6 @@ def _loss_by_position(model: OpenModel, outputs: Outputs) -> list[float]:
     return F.cross_entropy(outputs.values[:-1], torch.tensor(ids[1:]), reduction="none").tolist()
 
 
-def _loss(model: OpenModel, outputs: Outputs) -> float | None:
-    return _mean(_loss_by_position(model, outputs))
-
-
 def _next_tokens(
     before: Outputs, after: Outputs, decode: Callable[[int], str]
 ) -> list[list[dict[str, Any]]]:
@@ -371,13 +367,13 @@ def sweep_heads(model: OpenModel, progress: JobProgress) -> dict[str, Any]:
     runs = LabRuns(model)
     progress(0, 0, "all heads")
     before = runs.all_heads()
-    loss = _loss(model, before)
+    loss = _mean(_loss_by_position(model, before))
     names = [layer.name for layer in model.get_recorded().layers]
     changes: list[list[Any]] = []
     for count, (site, head) in enumerate(runs.heads):
         progress(count, len(runs.heads), f"{site} {head}")
         after = runs.without(Ablation([AblatedHead(site, head)]))
-        rise = None if loss is None else (_loss(model, after) or 0.0) - loss
+        rise = None if loss is None else (_mean(_loss_by_position(model, after)) or 0.0) - loss
         change = float(position_changes(before, after).mean())
         changes.append([names.index(site), head, change, rise])
     return {"heads": changes, "quantity": _quantity(before), "loss": loss}
