@@ -44,9 +44,10 @@ function separate(value: number): string {
   return value === 0 ? "0" : String(value).replace(/\B(?=(\d{3})+$)/g, ",");
 }
 
-/** A short number for an axis, as 16k or 1e9. */
+/** A short number for an axis, as 20k or 1e9; whole numbers up to 99,999 without zeros at the end stay, as 4096. */
 export function shortNumber(value: number): string {
   const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e5 && (size < 1e4 || size % 1000 !== 0)) return String(value);
   if (size >= 1e9 || (size > 0 && size < 1e-3)) return value.toExponential(0).replace("e+", "e");
   if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
   if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
@@ -162,7 +163,8 @@ export function drawBars(series: Series[], labels: string[], width: number): HTM
 }
 
 function formatShare(value: number): string {
-  return value > 1 ? shortNumber(value) : String(Number(value.toFixed(3)));
+  if (value > 0 && value < 0.001) return "<0.001"; // a weight that is small is not 0
+  return value > 1 ? shortNumber(Math.round(value)) : String(Number(value.toFixed(3)));
 }
 
 function cut(text: string): string {
