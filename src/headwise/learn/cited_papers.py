@@ -97,7 +97,9 @@ def rank_collapse(*, local: str = "window(5)") -> Outcome:
 
 
 def rank_with_chosen_values(*, chosen: str = "centred") -> Outcome:
-    """The same under a causal mask with layer normalisation, for three kinds of W_V."""
+    """Similarity of all tokens after 16 layers of causal attention with layer normalisation, for
+    three kinds of W_V.
+    """
     numbers = {
         name: residual_after_layers("causal()", norm=True, values=values)
         for name, values in (
