@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -25,9 +23,7 @@ def test_cached_decode_is_one_pass(name):
 
 @pytest.mark.parametrize("name", WITHOUT_STATE)  # which cannot forget
 def test_a_ring_forgets_only_what_nobody_reads(name):
-    spec = replace(
-        cases.as_causal(EXAMPLES[name]), pattern=hw.patterns.Window(3) | hw.patterns.First(2)
-    )
+    spec = cases.with_ring_cache(EXAMPLES[name])
     layer = cases.layer(spec)
     x = torch.randn(cases.BATCH, 17, spec.model, dtype=torch.float64)
     expected = layer(x)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -112,9 +111,8 @@ for cache in ("equal rows", "ring", "int8", "paged"):
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize(("name", "cache_kind"), DECODED)
 def test_decode_steps_are_those_of_the_cpu(name: str, cache_kind: str, kind: str):
-    spec = cases.as_causal(EXAMPLES[name])
-    if cache_kind == "ring":
-        spec = replace(spec, pattern=hw.patterns.Window(3) | hw.patterns.First(2))
+    is_ring = cache_kind == "ring"
+    spec = cases.with_ring_cache(EXAMPLES[name]) if is_ring else cases.as_causal(EXAMPLES[name])
     layer = cases.layer(spec)
     inputs, _ = cases.tensors(spec)
 

@@ -151,6 +151,16 @@ def check_close(ours: Tensor, theirs: Tensor, **tolerance: float) -> None:
     torch.testing.assert_close(ours, theirs, **(EXACT | tolerance), check_dtype=False)
 
 
+def with_ring_cache(spec: AttentionSpec) -> AttentionSpec:
+    """The spec with the first and the latest keys, which a ring caches; skips a test of a spec that
+    cannot have this pattern.
+    """
+    try:
+        return replace(as_causal(spec), pattern=hw.patterns.Window(3) | hw.patterns.First(2))
+    except hw.SpecError as reason:
+        pytest.skip(f"not defined for a window: {reason}")
+
+
 def load_layer(
     spec: AttentionSpec, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64
 ) -> hw.Attention:

@@ -18,11 +18,13 @@ from .backends import CoreInputs, CoreSteps
 from .backends.core_interface import ScoreTransform
 from .interfaces import (
     Gate,
+    JointStep,
     Mix,
     OutputStep,
     Part,
     Project,
     QKTransform,
+    RowStep,
     ScoreStep,
     Similarity,
     WeightStep,
@@ -233,6 +235,7 @@ class BoundParts:
                 self.transforms[side].append((name, part, weights[name]))
         self.core_steps = CoreSteps.from_spec(spec, self.weights)
         self.mixes = [(name, part, weights[name]) for name, part in spec.parts_of(Mix)]
+        self.row_steps = [(name, part, weights[name]) for name, part in spec.parts_of(RowStep)]
         self._output_steps = [
             (name, part, weights[name]) for name, part in spec.parts_of(OutputStep)
         ]
@@ -273,7 +276,7 @@ class BoundParts:
         return [
             name
             for name, part in self.spec.parts()
-            if isinstance(part, (ScoreStep, Mix, WeightStep)) and part.phase is phase
+            if isinstance(part, (ScoreStep, JointStep, WeightStep)) and part.phase is phase
         ]
 
     def project_kv(
@@ -288,7 +291,8 @@ class BoundParts:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Queries q_BTHK of these tokens, and their kv entry."""
         q_BTHK, entry = project.project_qkv(x_BTD, transforms, self.weights["project"])
-        return q_BTHK, entry | self._key_factors(x_BTD) if self.mixes else entry
+        entry = entry | self._key_factors(x_BTD) if self.mixes else entry
+        return q_BTHK, entry | self.row_factors(x_BTD, q_BTHK) if self.row_steps else entry
 
     def select_core_heads(self, inputs: CoreInputs) -> CoreInputs:
         """Select the queries of the heads that the core scores, and the caller's mask for these
@@ -326,6 +330,14 @@ class BoundParts:
             if self.observe is not None:
                 self.observe(name, "gates", before, o_BTOV)
         return o_BTOV
+
+    def row_factors(self, x_BTD: Tensor, q_BTHK: Tensor) -> dict[str, Tensor]:
+        """The factors of each key that `RowStep` parts cache along with keys and values."""
+        return {
+            f"{name}.{key}": factor
+            for name, step, p in self.row_steps
+            for key, factor in step.key_factors(x_BTD, q_BTHK, p).items()
+        }
 
     def _key_factors(self, z_BSE: Tensor) -> dict[str, Tensor]:
         """The factors of each key that `Mix` parts cache along with keys and values."""

@@ -193,7 +193,8 @@ class _SeparateProjections(BoundParts):
         self, project: Project, x_BTD: Tensor, transforms: QKTransforms
     ) -> tuple[Tensor, dict[str, Tensor]]:
         entry = self.project_kv(project, x_BTD, transforms)
-        return project.project_query(x_BTD, transforms, self.weights["project"]), entry
+        q_BTHK = project.project_query(x_BTD, transforms, self.weights["project"])
+        return q_BTHK, entry | self.row_factors(x_BTD, q_BTHK)
 
 
 class _Recorder(TorchFunctionMode):

@@ -14,11 +14,13 @@ from .interfaces import Merge, Modifier, Part, Project
 from .interfaces.part import field_defaults
 from .masking.patterns import Full, PerHead, parse_pattern
 from .parts.collaborative import Collaborative
+from .parts.contextual_positions import ContextualPositions
 from .parts.differential import Differential, DifferentialV2
 from .parts.dot_product import DotProduct
 from .parts.dynamic_composition import DynamicComposition
 from .parts.entmax import Entmax
 from .parts.feature_map import FeatureMap, SumNormaliser
+from .parts.forgetting_attention import ForgetGate
 from .parts.gated_attention import HardConcreteGate, OutputGate
 from .parts.latent_attention import MLAProjection
 from .parts.linear_projection import LinearProjection, ValueProjection
@@ -28,6 +30,7 @@ from .parts.overlapping_heads import Overlapping
 from .parts.relative_position_bias import ContinuousBias
 from .parts.rms_norms import QKNorm
 from .parts.rotary_embedding import Rotary
+from .parts.selective_attention import SelectiveAttention
 from .parts.softmax import ScalableSoftmax, SinkSoftmax, Softmax, Softpick, WeightDropout
 from .parts.stick_breaking import StickBreaking
 from .parts.synthesizer import AverageNormaliser
@@ -477,6 +480,24 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
         "needed (2410.17980).",
         **CAUSAL,
         normaliser=StickBreaking(),
+    ),
+    "forgetting": _preset(
+        "Forgetting attention: a gate of each token and head lowers the scores of all earlier "
+        "keys; no positions are needed (2503.02130).",
+        **CAUSAL,
+        modifiers=(ForgetGate(),),
+    ),
+    "selective": _preset(
+        "Selective attention: positive scores of the first head mask earlier tokens for all later "
+        "queries, in every head (2410.02703).",
+        **CAUSAL,
+        modifiers=(Rotary(), SelectiveAttention()),
+    ),
+    "cope": _preset(
+        "Contextual positions (CoPE): a key's position is the number of later keys that the query "
+        "opens a gate for (2405.18719).",
+        **CAUSAL,
+        modifiers=(ContextualPositions(),),
     ),
     "average": _preset(
         "Causal average of the values, in constant memory: the averaging branch of merged "

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from .attention import Attention
-from .interfaces import Gate, Mix, Modifier, OutputStep, QKTransform, ScoreStep, ValueStep
+from .interfaces import (
+    Gate,
+    Mix,
+    Modifier,
+    OutputStep,
+    QKTransform,
+    RowFactors,
+    RowStep,
+    ScoreStep,
+    ValueStep,
+)
 from .interfaces.core_types import PartParams, Phase, QueryContext
 from .interfaces.part_types import MixFactors
 from .masking.patterns import head_pattern
@@ -23,7 +33,7 @@ from .spec.attention_spec import AttentionSpec
 
 
 class QueryKeyPair(NamedTuple):
-    """One query and one key, by position."""
+    """One query and one key, or all of its keys, by position."""
 
     i: Tensor
     j: Tensor
@@ -148,6 +158,13 @@ class _SingleQueryAttention:
             name: (m.query_factors(context.x_BTD, p[name]), m.key_factors(z_BSE, p[name]))
             for name, m in spec.parts_of(Mix)
         }
+        self.row_factors = {
+            name: (
+                step.query_factors(context, p[name]),
+                step.key_factors(z_BSE, context.q_BTHK, p[name]),
+            )
+            for name, step in spec.parts_of(RowStep)
+        }
         self.score_steps = [
             (name, step) for name, step in spec.parts_of(Modifier) if step.phase is Phase.SCORES
         ]
@@ -174,9 +191,16 @@ class _SingleQueryAttention:
         if not keys:
             return v.new_zeros(len(self.core.value_head_of_row), v.shape[-1])
         pairs = [(s, QueryKeyPair(rows[0].position[t], rows[1].position[s])) for s in keys]
-        s_NH = torch.stack([self._score(b, t, s, pair, k) for s, pair in pairs])
         i = int(rows[0].position[t])
         j_N = [int(rows[1].position[s]) for s in keys]
+        s_NH = torch.stack([self._similarity(b, t, s, k) for s in keys])
+        for name, step in self.score_steps:
+            if isinstance(step, RowStep):
+                s_NH = self._changed_rows(name, step, s_NH, (b, t, keys), (i, j_N), k)
+            else:
+                scores = zip(s_NH, pairs, strict=True)
+                changed = [self._changed(name, step, s_H, b, t, *pair) for s_H, pair in scores]
+                s_NH = torch.stack(changed)
         w_NH = torch.stack(
             [self._normalised(s_NH[:, h], h, i, j_N) for h in range(s_NH.shape[1])], 1
         )
@@ -200,24 +224,56 @@ class _SingleQueryAttention:
         row = self.spec.normaliser.normalise_row(s_N[own], self.p["normaliser"].head(head))
         return torch.zeros_like(s_N).index_put((torch.tensor(own),), row)
 
-    def _score(self, b: int, t: int, s: int, pair: QueryKeyPair, k: Tensor) -> Tensor:
+    def _changed_rows(
+        self,
+        name: str,
+        step: RowStep,
+        s_NH: Tensor,
+        indices: tuple[int, int, Sequence[int]],
+        positions: tuple[int, Sequence[int]],
+        k: Tensor,
+    ) -> Tensor:
+        """Change the row of each head over its allowed keys, in order of position."""
+        b, t, keys = indices
+        i, j_N = positions
+        query_factors, key_factors = self.row_factors[name]
+        columns: list[Tensor] = []
+        for head, s_N in enumerate(s_NH.T):
+            pattern = head_pattern(self.spec.pattern, head)
+            own = [n for n in range(len(keys)) if pattern.allows(i, j_N[n])]
+            own.sort(key=j_N.__getitem__)
+            of_query = None if query_factors is None else query_factors[b, t, head]
+            at_keys = [keys[n] for n in own]
+            factors = RowFactors(
+                of_query,
+                {key: factor[b, at_keys] for key, factor in key_factors.items()},
+                QueryKeyPair(torch.tensor(i), torch.tensor([j_N[n] for n in own])),
+                k[at_keys],
+                tuple(self.key_heads),
+                self.context.scale,
+            )
+            row = step.change_row(s_N[own], head, factors, self.p[name])
+            columns.append(s_N.index_put((torch.tensor(own, dtype=torch.int64),), row))
+        return torch.stack(columns, 1)
+
+    def _similarity(self, b: int, t: int, s: int, k: Tensor) -> Tensor:
         pair_of = self.spec.similarity.pair
         keys = k[s, self.key_heads]
         heads = enumerate(zip(self.context.q_BTHK[b, t], keys, strict=True))
-        s_H = torch.stack(
+        return torch.stack(
             [pair_of(q, k, self.context.scale, self.p["similarity"].head(h)) for h, (q, k) in heads]
         )
-        for name, step in self.score_steps:
-            if isinstance(step, Mix):
-                s_H = self._mixed(name, step, s_H, b, t, s)
-            elif isinstance(step, ScoreStep):
-                factors = self.factors[name]
-                p = self.p[name]
-                own_factors = None if factors is None else factors[b, t]
-                s_H = step.score(
-                    s_H, pair, own_factors, {key: p[key] for key in step.params(self.spec)}
-                )
-        return s_H
+
+    def _changed(
+        self, name: str, step: Modifier, s_H: Tensor, b: int, t: int, s: int, pair: QueryKeyPair
+    ) -> Tensor:
+        if isinstance(step, Mix):
+            return self._mixed(name, step, s_H, b, t, s)
+        assert isinstance(step, ScoreStep)
+        factors = self.factors[name]
+        p = self.p[name]
+        own_factors = None if factors is None else factors[b, t]
+        return step.score(s_H, pair, own_factors, {key: p[key] for key in step.params(self.spec)})
 
     def _mixed(self, name: str, mix: Mix, a_H: Tensor, b: int, t: int, s: int) -> Tensor:
         query_factors, key_factors = self.mixes[name]

@@ -19,6 +19,7 @@ from support.layer_cases import EVERY, EVERY_CASE, base, check_close
 NO_LATENT = {
     "Additive",
     "Collaborative",
+    "ContextualPosition",
     "Differential",
     "DifferentialV",
     "FeatureMap",
@@ -27,6 +28,7 @@ NO_LATENT = {
     "MLAProjection",
     "Overlapping",
     "QKNorm",
+    "SelectiveAttention",
     "Shaw",
     "SumNormaliser",
     "ValueProjection",

@@ -30,7 +30,10 @@ from support.layer_cases import check_close
 MODEL, HEADS, WORDS = 16, 4, 11
 # An encoder-decoder has the layers of the other kinds; these alone for presets that differ in keys,
 # values or pattern.
-PRESET_KINDS = [(preset, "encoder-decoder") for preset in PRESETS]
+CAUSAL_PRESETS = ("forgetting", "selective", "cope")  # not defined for later keys or a source
+PRESET_KINDS = [
+    (preset, "decoder" if preset in CAUSAL_PRESETS else "encoder-decoder") for preset in PRESETS
+]
 PRESET_KINDS += [
     (preset, kind)
     for preset in ("mha", "mla", "longformer", "linear")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -77,16 +78,28 @@ def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
         return dense.attend_all_pairs(call, inputs._replace(steps=steps, probe=None))
     inputs = inputs._replace(steps=fused_steps)
 
-    def run(block: QueryBlock, *tensors: Tensor) -> Tensor:
+    # Row steps carry values from block to block if the queries are all tokens of a sequence.
+    carries = inputs.q.shape[1] == inputs.k.shape[1]
+
+    def run(
+        block: QueryBlock, carried: Mapping[str, Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
         part = slice_inputs(_with_tensors(inputs, tensors), block)
-        return dense.attend_all_pairs(call, part)
+        part = part._replace(carried=dict(carried) if carries else None)
+        return dense.attend_all_pairs(call, part), part.carried
 
     if torch.is_grad_enabled() and not (is_under_functorch() or inputs.q.is_meta):
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=call.training)
     context = inputs.query_context
     kv = (inputs.k, inputs.v, *inputs.kv_entry.values())
     tensors = (inputs.q, context.x_BTD, context.q_BTHK, *kv)
-    return torch.cat([run(block, *tensors) for block in blocks], 1)
+    outputs: list[Tensor] = []
+    carried: Mapping[str, Tensor] = {}
+    for block in blocks:
+        o_BTRV, after = run(block, carried, *tensors)
+        outputs.append(o_BTRV)
+        carried = after or {}
+    return torch.cat(outputs, 1)
 
 
 def _with_tensors(inputs: CoreInputs, tensors: tuple[Tensor, ...]) -> CoreInputs:

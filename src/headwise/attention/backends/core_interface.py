@@ -17,10 +17,13 @@ from torch import Tensor
 from ...kernels.capabilities import crossover_size, current_points
 from ...kernels.launch import kernel_problem
 from ..interfaces import (
+    JointStep,
     Mix,
     Normaliser,
     Part,
     RecurrentPart,
+    RowFactors,
+    RowStep,
     ScoreStep,
     Similarity,
     ValueStep,
@@ -44,11 +47,11 @@ class HeadGroup:
 
 def list_head_groups(spec: AttentionSpec) -> tuple[HeadGroup, ...]:
     """The groups of score heads that can be computed apart; empty if all have one pattern, or if
-    heads are mixed.
+    heads are computed together.
 
     Heads of the core without a row of weights are in none.
     """
-    if not isinstance(spec.pattern, PerHead) or spec.parts_of(Mix):
+    if not isinstance(spec.pattern, PerHead) or spec.parts_of(JointStep):
         return ()
     rows = frozenset(spec.score_head_of_row)
     groups: list[HeadGroup] = []
@@ -162,7 +165,8 @@ class CoreInputs(NamedTuple):
     values in the order of the spec, broadcastable to [B, T, O, V]; outputs are multiplied by them.
     With a block table (`SequenceInfo.block_table`), k and v have one row per page of the pool.
     `kv_by_heads` holds keys and values of head groups with different tokens; then k and v belong to
-    the first group alone.
+    the first group alone. `carried` has what row steps computed for the queries of the sequence
+    before these, and takes what they compute for the queries after them; see `RowFactors`.
     """
 
     q: Tensor
@@ -176,6 +180,7 @@ class CoreInputs(NamedTuple):
     state: Mapping[str, Tensor] = MappingProxyType({})
     gates: Sequence[Tensor] = ()
     kv_by_heads: Sequence[HeadsKV] = ()
+    carried: dict[str, Tensor] | None = None
 
 
 def no_mask_conflicts(call: CallSignature, attention_mask: AttentionMask) -> list[str]:
@@ -218,7 +223,7 @@ def flops_of_all_pairs(call: CallSignature, size: CallSize) -> int:
 # --- The parts that run inside the core, each with its weights, in the order in which they act ----
 
 GatherFunction = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], PartParams], Tensor]
-CORE_PART_TYPES = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep)
+CORE_PART_TYPES = (Similarity, Normaliser, ScoreStep, JointStep, WeightStep, ValueStep)
 
 
 @runtime_checkable
@@ -276,7 +281,7 @@ class CoreSteps:
         own_rows = tuple(row for row in spec.score_head_of_row if row in index_of_row)
         acts: dict[Phase, list[ScoreTransform]] = {Phase.SCORES: [], Phase.WEIGHTS: []}
         for name, part in spec.parts():
-            if isinstance(part, (ScoreStep, Mix, WeightStep)) and part.phase in acts:
+            if isinstance(part, (ScoreStep, JointStep, WeightStep)) and part.phase in acts:
                 acts[part.phase].append(_make_transform(spec, name, part, p[name]))
         mixed = any(
             isinstance(part, Mix) and part.phase is Phase.WEIGHTS for _, part in spec.parts()
@@ -426,10 +431,12 @@ def has_unmodified_weights(spec: AttentionSpec) -> bool:
 def _make_transform(spec: AttentionSpec, name: str, part: Part, p: PartParams) -> ScoreTransform:
     # Partials and not closures: a copy of a layer must act with its own weights, and only these are
     # copied.
+    names = {key: f"{name}.{key}" for key in part.kv_entry_layouts(spec)}
     if isinstance(part, Mix):
-        return partial(
-            _apply_mix, part, p, {key: f"{name}.{key}" for key in part.kv_entry_layouts(spec)}
-        )
+        return partial(_apply_mix, part, p, names)
+    if isinstance(part, RowStep):
+        key_heads = spec.core.key_head_of_query
+        return partial(_apply_row_step, part, p, name, names, key_heads)
     if isinstance(part, ScoreStep):
         return partial(_apply_score_step, part, p)
     assert isinstance(part, WeightStep)
@@ -460,6 +467,34 @@ def _apply_mix(
         return mixed + bias_H11
     # Mixed weights have the keys of all heads.
     return mixed + torch.where(inputs.mask.allowed.any(1, keepdim=True), bias_H11, 0.0)
+
+
+def _apply_row_step(
+    part: RowStep,
+    p: PartParams,
+    name: str,
+    names: Mapping[str, str],
+    key_heads: tuple[int, ...],
+    s: Tensor,
+    inputs: CoreInputs,
+) -> Tensor:
+    mask = inputs.mask
+    starts_sequence = s.shape[2] == s.shape[3] and mask.mask is None
+    carried = 0.0 if starts_sequence else None
+    factors = RowFactors(
+        part.query_factors(inputs.query_context, p),
+        {key: inputs.kv_entry[entry_name] for key, entry_name in names.items()},
+        PairPositions(mask),
+        inputs.k,
+        key_heads,
+        inputs.query_context.scale,
+        mask.allowed,
+        carried if inputs.carried is None else inputs.carried.get(name, 0.0),
+    )
+    if inputs.carried is not None:
+        carried = part.carry(s, factors, p)
+        inputs.carried.update({} if carried is None else {name: carried})
+    return torch.where(mask.allowed, part.change_rows(s, factors, p), s)
 
 
 def _apply_score_step(part: ScoreStep, p: PartParams, s: Tensor, inputs: CoreInputs) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..interfaces import Mix, ScoreStep, ValueStep
+from ..interfaces import JointStep, ScoreStep, ValueStep
 from ..interfaces.core_types import CallSize
 from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask, SequenceInfo
@@ -33,9 +33,9 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     if not isinstance(spec.similarity, DotProduct) or not isinstance(spec.normaliser, Softmax):
         reasons.append("needs a softmax over scaled dot products")
     for _, part in spec.parts():
-        if isinstance(part, (Mix, ValueStep)):
+        if isinstance(part, (JointStep, ValueStep)):
             reasons.append(
-                f"{type(part).__name__} needs all heads or the weights; the kernel sees one score"
+                f"{type(part).__name__} needs all scores or the weights; the kernel sees one score"
             )
         elif isinstance(part, WeightDropout) and call.training and part.rate > 0:
             reasons.append("does not support dropout")

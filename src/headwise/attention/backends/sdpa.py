@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..interfaces import Mix, ScoreStep, ValueStep
+from ..interfaces import Mix, RowStep, ScoreStep, ValueStep
 from ..interfaces.core_types import CallSize
 from ..masking.patterns import Causal, Full, PerHead
 from ..parts.dot_product import DotProduct
@@ -53,6 +53,8 @@ def fused_call_conflicts(call: CallSignature) -> list[str]:
         name = type(part).__name__
         if isinstance(part, Mix):
             reasons.append(f"{name} mixes heads, which a fused call cannot do")
+        elif isinstance(part, RowStep):
+            reasons.append(f"{name} needs all scores of a query")
         elif isinstance(part, ScoreStep) and not part.additive:
             reasons.append(f"{name} is not additive")
         elif isinstance(part, ValueStep):

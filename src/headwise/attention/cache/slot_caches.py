@@ -298,7 +298,7 @@ class RingCache(SlotCache):
         if new_tokens.count == 1:
             visible = self.entry
             sequence = self._stored_tokens()
-        if self.spec.normaliser.ordered:
+        if self.spec.depends_on_key_order:
             return self._sort_by_position(visible, sequence)
         return visible, sequence
 

@@ -16,6 +16,7 @@ from .core_types import AxisLayout, Param, ScorePosition, SpecFactory
 from .part import Part, RecurrentPart
 from .part_types import (
     Gate,
+    JointStep,
     Merge,
     Mix,
     Modifier,
@@ -23,6 +24,8 @@ from .part_types import (
     OutputStep,
     Project,
     QKTransform,
+    RowFactors,
+    RowStep,
     ScoreStep,
     Similarity,
     SingleVectorTransform,
@@ -33,6 +36,7 @@ from .part_types import (
 __all__ = [
     "AxisLayout",
     "Gate",
+    "JointStep",
     "Merge",
     "Mix",
     "Modifier",
@@ -43,6 +47,8 @@ __all__ = [
     "Project",
     "QKTransform",
     "RecurrentPart",
+    "RowFactors",
+    "RowStep",
     "ScorePosition",
     "ScoreStep",
     "Similarity",

@@ -344,7 +344,13 @@ class MixFactors(NamedTuple):
     key: Mapping[str, Tensor]
 
 
-class Mix(Modifier):
+class JointStep(Modifier):
+    """Changes several scores or weights together: of all heads at a pair (`Mix`), or of all keys of
+    a query (`RowStep`). The core computes all heads in one call.
+    """
+
+
+class Mix(JointStep):
     """Mixes heads at every (query, key) pair, on the scores or on the weights.
 
     `position_independent` mixes use the same mixing matrix at all pairs.
@@ -384,6 +390,86 @@ class Mix(Modifier):
     def fused_mix(self, a_BHTS: Tensor, factors: MixFactors, p: PartParams) -> Tensor:
         """Like `mix`, in one pass over all pairs where a fused kernel exists."""
         return self.mix(a_BHTS, factors, p)
+
+
+class RowFactors(NamedTuple):
+    """Inputs of a `RowStep` beside the scores, for a whole call or for one query with its keys.
+
+    `query` has the factors of the queries, and `key` those of the keys by name. `positions` has the
+    positions i of queries and j of keys, `keys` all key heads, and `scale` the factor of scores.
+    For one query, `query` is [R], tensors of `key` and `positions.j` start with the axis of keys,
+    `keys` is [S, G, K], and there is no mask `allowed`.
+
+    `carried` is the result of `RowStep.carry` for the queries before those of the call: 0 if there
+    are none, None if it has to be computed from the factors of the keys.
+    """
+
+    query: Tensor | None
+    key: Mapping[str, Tensor]
+    positions: ScorePosition
+    keys: Tensor
+    key_head_of_query: tuple[int, ...]
+    scale: float
+    allowed: Tensor | None = None
+    carried: Tensor | float | None = None
+
+    def keys_of(self, head: int) -> Tensor:
+        """Return the keys [B, S, K] that a score head compares with."""
+        return self.keys[..., self.key_head_of_query[head], :]
+
+    def sum_after(self, x_BHTS: Tensor) -> Tensor:
+        """Return the sum over the allowed keys of each query that come after a key."""
+        assert self.allowed is not None, "one query has no mask"
+        x_BHTS = x_BHTS.masked_fill(~self.allowed, 0.0)
+        return x_BHTS.flip(-1).cumsum(-1).flip(-1) - x_BHTS
+
+
+class RowStep(JointStep):
+    """Changes the scores of a query over all of its keys together, which are ordered by position.
+
+    `change_row` defines it for one head of one query: its scores on the allowed keys, in order.
+    `change_rows` does so for all; its results at pairs that are not allowed are ignored.
+    """
+
+    positional: ClassVar[bool] = True
+    unrestricted_sides: ClassVar[str] = "v"
+
+    @property
+    def phase(self) -> Phase:
+        """On the scores."""
+        return Phase.SCORES
+
+    def order_conflicts(self, spec: AttentionSpec) -> Iterator[str]:
+        """Return the reasons why keys have no order in this spec that a query is the end of."""
+        name = type(self).__name__
+        if spec.source is not None:
+            yield f"{name} needs queries and keys of one sequence; leave source out"
+        if spec.pattern.tokens_before_decode != 0:
+            yield (
+                f"{name} sums from a key to the query after it, but {spec.pattern.text} allows "
+                "later keys; use pattern causal() or a window of past tokens"
+            )
+        if spec.num_heads_after(Phase.SCORES) != spec.heads.q:
+            yield f"{name} needs one row of scores per query head; use mixes with heads=0"
+
+    def query_factors(self, context: QueryContext, p: PartParams) -> Tensor | None:
+        """Factors [B, T, H, R] of each query; None if the step needs none."""
+        return None
+
+    def key_factors(self, z_BSE: Tensor, q_BSHK: Tensor, p: PartParams) -> dict[str, Tensor]:
+        """Factors of each key token, by name, from its input and its queries; they are cached."""
+        return {}
+
+    def carry(self, s_BHTS: Tensor, factors: RowFactors, p: PartParams) -> Tensor | None:
+        """Summary of these queries and all before them that later queries of the sequence need,
+        computed from the scores before this step; None if they need none.
+        """
+        return None
+
+    @abstractmethod
+    def change_row(self, s_S: Tensor, head: int, factors: RowFactors, p: PartParams) -> Tensor: ...
+    @abstractmethod
+    def change_rows(self, s_BHTS: Tensor, factors: RowFactors, p: PartParams) -> Tensor: ...
 
 
 class WeightStep(Modifier):

@@ -5,9 +5,10 @@ Projections: `linear_projection`, `latent_attention`, `overlapping_heads`, `coll
 and keys: `rotary_embedding`, `rms_norms`. Similarity: `dot_product` with additive and Gaussian ones
 and the soft cap, `feature_map` with its normaliser. Scores: `relative_position_bias` (tables, Shaw,
 continuous), `talking_heads` (and knocking heads), `dynamic_composition`, `synthesizer` (and average
-attention). Normalisers: `softmax` (with sinks, by length, softpick, sigmoid; dropout on weights),
-`entmax`, `stick_breaking`. Outputs and gates: `differential`, `gated_attention` (and hard-concrete
-gates), `mixture_of_heads`. Merges: `merges`.
+attention); of all keys of a query together: `forgetting_attention`, `contextual_positions`,
+`selective_attention`. Normalisers: `softmax` (with sinks, by length, softpick, sigmoid; dropout on
+weights), `entmax`, `stick_breaking`. Outputs and gates: `differential`, `gated_attention` (and
+hard-concrete gates), `mixture_of_heads`. Merges: `merges`.
 Shared by parts: `initialisers` of parameters.
 """
 
@@ -19,11 +20,13 @@ from ..interfaces.part import REGISTRY
 
 if TYPE_CHECKING:
     from .collaborative import Collaborative, convert_to_collaborative
+    from .contextual_positions import ContextualPositions
     from .differential import Differential, DifferentialV2
     from .dot_product import Additive, DotProduct, Gaussian, Softcap
     from .dynamic_composition import DynamicComposition
     from .entmax import Entmax
     from .feature_map import FeatureMap, SumNormaliser
+    from .forgetting_attention import ForgetGate
     from .gated_attention import HardConcreteGate, HeadGate, OutputGate
     from .latent_attention import MLAProjection, convert_to_latent
     from .linear_projection import LinearProjection, ValueProjection
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
         Rotary,
         YaRN,
     )
+    from .selective_attention import SelectiveAttention
     from .softmax import ScalableSoftmax, Sigmoid, SinkSoftmax, Softmax, Softpick, WeightDropout
     from .stick_breaking import StickBreaking
     from .synthesizer import AverageNormaliser, LearnedScores

@@ -14,6 +14,7 @@ from ...util.errors import SpecError, suggest
 from ...util.size_limits import MAX_WIDTH, check_size, parse_json, parse_toml
 from ..interfaces import (
     Gate,
+    JointStep,
     Merge,
     Mix,
     Modifier,
@@ -22,6 +23,7 @@ from ..interfaces import (
     Part,
     Project,
     RecurrentPart,
+    RowStep,
     ScoreStep,
     Similarity,
 )
@@ -263,9 +265,10 @@ class AttentionSpec:
         """The score heads that the attention core computes, in order.
 
         All score heads, unless pruning left some that only a gate needs: it sees queries but no
-        scores (`MixtureOfHeads` with router="norm"). If heads are mixed, if a part multiplies the
-        layer's input with weights of each head to get scores (`LearnedScores` with kind="dense"),
-        or if some key or value head belongs to such heads alone, the core computes all.
+        scores (`MixtureOfHeads` with router="norm"). If a part is a `JointStep`, if a part
+        multiplies the layer's input with weights of each head to get scores (`LearnedScores` with
+        kind="dense"), or if some key or value head belongs to such heads alone, the core computes
+        all.
         """
         if self._core_score_heads is None:
             return self._find_core_score_heads()
@@ -274,7 +277,7 @@ class AttentionSpec:
     def _find_core_score_heads(self) -> tuple[int, ...]:
         heads = self.heads
         every = tuple(range(self.heads.q))
-        if heads.rows != heads.q or self.parts_of(Mix) or self._makes_scores_from_input:
+        if heads.rows != heads.q or self.parts_of(JointStep) or self._makes_scores_from_input:
             return every
         core = tuple(sorted(self._required_heads(self.score_head_of_row, self._parts_of_scores)))
         kv = {heads.kv_head_of_query[head] for head in core}
@@ -339,6 +342,11 @@ class AttentionSpec:
         return self.recurrent_part is not None and self.pattern == Causal()
 
     @property
+    def depends_on_key_order(self) -> bool:
+        """True if the output depends on the order in which a cache returns the keys."""
+        return self.normaliser.ordered or bool(self.parts_of(RowStep))
+
+    @property
     def positional(self) -> bool:
         """True if the output depends on token positions."""
         return self.pattern != Full() or any(part.positional for _, part in self.parts())
@@ -381,7 +389,9 @@ class AttentionSpec:
                 "scores of a row"
             )
         for name, modifier in self.parts_of(Modifier):
-            nonlinear = isinstance(modifier, ScoreStep) and not modifier.additive
+            nonlinear = isinstance(modifier, RowStep) or (
+                isinstance(modifier, ScoreStep) and not modifier.additive
+            )
             mixes = (
                 isinstance(modifier, Mix)
                 and modifier.phase is Phase.SCORES

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention.attention import Attention
-from ...attention.interfaces import Mix, OutputStep, QKTransform
+from ...attention.interfaces import Mix, OutputStep, QKTransform, RowStep
 from ...attention.spec.attention_spec import AttentionSpec
 from ...hub.checkpoint_weights import build_from_weights, wrap_tensors
 from ...hub.transformers_loading import without_hub_kernels
@@ -220,6 +220,8 @@ def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
                 caveats.append(f"{step!r} changes head outputs before the output projection")
             for _, mix in spec.parts_of(Mix):
                 caveats.append(f"{mix!r} mixes heads, so that no head acts on its own")
+            for _, step in spec.parts_of(RowStep):
+                caveats.append(f"{step!r} changes scores depending on all keys of the query")
             circuits[one.site.name] = AttentionCircuits(one.site.name, one.module, tuple(caveats))
     return circuits
 

@@ -1,0 +1,170 @@
+"""Steps that change all scores of a query together, against renderings of their papers' formulas,
+one query at a time, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.attention.interfaces import RowStep
+from support.layer_checks import decode_in_chunks, layer_gradients, saved_bytes
+
+TOKENS, WIDTH, HEADS, DIM = 11, 24, 3, 8
+State = Mapping[str, Tensor]
+
+
+def forgetting_scores(qk: Tensor, x: Tensor, q: Tensor, state: State) -> Tensor:
+    """q_i.k_j / sqrt(d) + sum over l = j + 1 .. i of log f_l (2503.02130, section 3)."""
+    gates = torch.sigmoid(x @ state["forget_gate.gate"].T + state["forget_gate.bias"])
+    scores = qk.clone()
+    for i in range(TOKENS):
+        for j in range(i):
+            scores[:, i, j] += gates[j + 1 : i + 1].log().sum(0)
+    return scores
+
+
+def contextual_scores(qk: Tensor, x: Tensor, q: Tensor, state: State) -> Tensor:
+    """q_i.k_j / sqrt(d) + q_i.e[p_ij] (2405.18719, section 4), with the scaled gates and the limit
+    of the listing.
+    """
+    table = state["contextual_positions.embedding"]
+    scores = qk.clone()
+    for h in range(HEADS):
+        for i in range(TOKENS):
+            for j in range(i + 1):
+                p = sum(1 / (1 + math.exp(-qk[h, i, k].item())) for k in range(j, i + 1))
+                p_tensor = torch.sigmoid(qk[h, i, j : i + 1]).sum().clamp(max=len(table) - 1)
+                floor = min(math.floor(p), len(table) - 1)
+                ceiling = min(math.ceil(p), len(table) - 1)
+                if floor == ceiling:
+                    embedding = table[floor]
+                else:
+                    embedding = (p_tensor - floor) * table[ceiling]
+                    embedding = embedding + (ceiling - p_tensor) * table[floor]
+                scores[h, i, j] += q[i, h] @ embedding
+    return scores
+
+
+def selective_scores(qk: Tensor, x: Tensor, q: Tensor, state: State) -> Tensor:
+    """QK^T / sqrt(d) - F with F_ij = sum of S_kj over k < i (2410.02703, section 3): S is the ReLU of
+    the first head's causal scores, zero on its diagonal and in its first column.
+    """
+    scores = qk.clone()
+    for i in range(TOKENS):
+        for j in range(1, i):
+            for k in range(j + 1, i):
+                scores[:, i, j] -= qk[0, k, j].clamp(min=0)
+    return scores
+
+
+Formula = Callable[[Tensor, Tensor, Tensor, State], Tensor]
+STEPS: dict[str, tuple[RowStep, Formula]] = {
+    "ForgetGate": (hw.parts.ForgetGate(), forgetting_scores),
+    "ContextualPositions": (hw.parts.ContextualPositions(4), contextual_scores),
+    "SelectiveAttention": (hw.parts.SelectiveAttention(), selective_scores),
+}
+
+
+def make_layer(name: str, backend: str | None = None) -> hw.Attention:
+    spec = hw.design(model=WIDTH, heads=HEADS, pattern="causal", modifiers=(STEPS[name][0],))
+    torch.manual_seed(1)
+    layer = hw.Attention(spec, backend=backend).double().eval()
+    for weight in layer.state_dict().values():
+        weight.copy_(torch.randn_like(weight) / 2)
+    return layer
+
+
+def render(layer: hw.Attention, x: Tensor, formula: Formula) -> Tensor:
+    """The output [T, D] of a causal layer, each score by a formula."""
+    state = dict(layer.named_parameters())
+    q, k, v = ((x @ state[f"project.{side}"].T).unflatten(-1, (HEADS, DIM)) for side in "qkv")
+    qk = torch.stack([q[:, h] @ k[:, h].T for h in range(HEADS)]) / math.sqrt(DIM)
+    scores = formula(qk, x, q, state)
+    rows = []
+    for i in range(len(x)):
+        heads = [scores[h, i, : i + 1].softmax(0) @ v[: i + 1, h] for h in range(HEADS)]
+        rows.append(torch.cat(heads) @ state["output.o"].T)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("backend", ["dense", "chunked"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_layer_and_its_gradients_are_the_formula(name: str, backend: str):
+    layer = make_layer(name, backend)
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    ours = layer(x[None])[0]
+    theirs = render(layer, x, STEPS[name][1])
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+    expected = layer_gradients(layer, theirs, x)
+    for parameter, grad in layer_gradients(layer, ours, x).items():
+        torch.testing.assert_close(grad, expected[parameter], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["smallest", "static"])
+@pytest.mark.parametrize("name", STEPS)
+def test_decoding_with_a_cache_is_the_formula(name: str, kind: str):
+    layer = make_layer(name)
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    expected = render(layer, x, STEPS[name][1])
+    for chunks in [(1,) * TOKENS, (4, 1, 6)]:
+        cache = layer.cache(batch=1, capacity=TOKENS + 2, kind=kind)
+        ours = decode_in_chunks(layer, x[None], chunks, cache)[0]
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_long_text_is_computed_in_linear_memory(name: str):
+    layer = make_layer(name, "chunked").float()
+    short, long = (saved_bytes(layer, count) for count in (512, 1024))
+    layer.backend_name = "dense"
+    assert long / short <= 2.2 < 3 < saved_bytes(layer, 1024) / saved_bytes(layer, 512)
+
+
+def test_blocks_and_cached_chunks_carry_selections_across_their_ends():
+    layer = make_layer("SelectiveAttention", "dense")
+    x = torch.randn(2, 300, WIDTH, dtype=torch.float64)
+    expected = layer(x)
+    layer.backend_name = "chunked"
+    torch.testing.assert_close(layer(x), expected, rtol=1e-9, atol=1e-10)
+    layer.backend_name = None
+    cache = layer.cache(batch=2, capacity=300)
+    ours = decode_in_chunks(layer, x, (140, 1, 159), cache)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "later keys": ({"pattern": "full()"}, "later keys"),
+    "a source": ({"pattern": "causal()", "source": WIDTH}, "leave source out"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_refuses_keys_without_order(name: str, case: str):
+    options, reason = REFUSED[case]
+    with pytest.raises(hw.SpecError, match=reason):
+        hw.design(model=WIDTH, heads=HEADS, modifiers=(STEPS[name][0],), **options)
+
+
+def test_selection_refuses_what_it_is_not_defined_for():
+    step = hw.parts.SelectiveAttention()
+    words: dict[str, Any] = {"model": WIDTH, "heads": HEADS}
+    with pytest.raises(hw.SpecError, match="must be a key of every query"):
+        hw.design(**words, pattern="window(4)", modifiers=(step,))
+    with pytest.raises(hw.SpecError, match="write it before Softcap"):
+        hw.design(**words, pattern="causal", modifiers=(hw.parts.Softcap(5.0), step))
+    assert hw.design(**words, pattern="causal", modifiers=(step, hw.parts.Softcap(5.0)))
+
+
+def test_a_head_that_selects_is_kept_for_the_others():
+    spec = hw.design(
+        model=WIDTH, heads=HEADS, pattern="causal", modifiers=(STEPS["SelectiveAttention"][0],)
+    )
+    assert spec.required_score_heads(2) == {0, 2}
