@@ -26,7 +26,8 @@ class LearnOptions(Options):
     TOPIC  a document 000 to 004, a section (003-6), a topic, a row (C1.4), or a Chinese word
     --list  list every entry with its state; run nothing
     --lang {en,zh}  language of the texts, with --html of the first pages (default: the locale's)
-    --html DIR  write pages with figures and sliders, in both languages; without TOPIC, a start page too
+    --html DIR  write pages with figures and sliders, in both languages; without TOPIC, all and a
+        start page
     --overwrite  replace an earlier output of this command
     --json  print one JSON document instead of text
 

@@ -1,6 +1,6 @@
-"""Values that the sliders of the pages show. Each function has the id of a slider in `sliders.toml`;
-its arguments are the inputs of the slider, and it returns the outputs by name: numbers, lists,
-matrices, or under "labels" texts. The page computes them again in `viewer/web/src/learn/sliders.ts`.
+"""Values that the sliders of the pages show. Each function has the id of a slider in
+`sliders.toml`. Its arguments are the inputs of the slider, and it returns the outputs by name:
+numbers, lists, matrices, or under "labels" texts. `sliders.ts` computes them again in the page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ..attention.interfaces import Gate
 from ..attention.masking.patterns import Causal, Global, Pattern, Window
 from ..attention.parts import REGISTRY
 from ..attention.parts.relative_position_bias import alibi_slopes
-from ..attention.parts.rotary_embedding import Rotary
 from ..attention.position_embeddings import sinusoidal_table
 from ..attention.presets import design, from_toml
 from ..costs.roofline import Device
@@ -247,7 +246,7 @@ def decode_intensity(batch: int, group: int, context: int) -> dict[str, Output]:
 
 
 def overlapping(heads: int, width: int, overlap: int) -> dict[str, Output]:
-    """Channels of each head, of the concatenation, and parameters of W_O with and without overlap."""
+    """Channels of each head and of all, and parameters of W_O, also without overlap."""
     sizes = f"heads = {{q = {heads}, dim = {width}, vdim = {width + 2 * overlap}}}"
     project = f'project = {{part = "Overlapping", overlap = {overlap}}}'
     model = heads * width
@@ -279,7 +278,7 @@ def routed_heads(always: int, active: int, model: int) -> dict[str, Output]:
 
 
 def shared_width(heads: int, share: float) -> dict[str, Output]:
-    """Parameters and FLOPs of scores if all heads of a layer of width 512 share a query-key space."""
+    """Parameters and products of scores if the heads at d = 512 share a query-key space."""
     width = round(512 * share)
     sizes = f"model = 512\nheads = {{q = {heads}, dim = {512 // heads}}}"
     spec = from_toml(f'{sizes}\nproject = {{part = "Collaborative", width = {width}}}')
@@ -437,7 +436,7 @@ def sinusoid_offset(offset: int, model: int) -> dict[str, Output]:
 
 def rotary_offset(query: int, key: int, base: int) -> dict[str, Output]:
     """Score of equal vectors of 64 channels, all pairs of equal length, at two positions."""
-    rates = np.array(Rotary(base=float(base)).frequencies(64))
+    rates = np.array(REGISTRY["Rotary"](base=float(base)).frequencies(64))
     cosines = np.cos(rates * query) * np.cos(rates * key)
     sines = np.sin(rates * query) * np.sin(rates * key)
     return {"score": float(np.mean(cosines + sines)), "distance": query - key}
@@ -445,7 +444,7 @@ def rotary_offset(query: int, key: int, base: int) -> dict[str, Output]:
 
 def rotary_pair(pair: int, base: int, length: int) -> dict[str, Output]:
     """Wavelength of a pair of a head of 128 channels, and its turns over a text."""
-    rate = Rotary(base=float(base)).frequencies(128)[pair]
+    rate = REGISTRY["Rotary"](base=float(base)).frequencies(128)[pair]
     return {"wavelength": 2 * math.pi / rate, "turns": length * rate / (2 * math.pi)}
 
 
