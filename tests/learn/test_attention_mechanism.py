@@ -382,7 +382,7 @@ def test_figures_have_every_number():
     labels = curve.series[0].labels
     assert len(labels) == 8
     assert (labels[0], labels[-1]) == tuple(
-        f"{errors[name]:.2g}" for name in ("error_few", "error_many")
+        f"{errors[name]:.3g}" for name in ("error_few", "error_many")
     )
     reach = learn.checked(ENTRIES["003-1.2b"]).figure
     layer, x = make_layer(hw.design(model=4, heads=2)), array(sample(4, 9, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..util.output_paths import check_output
 from .arguments import (
@@ -17,6 +18,9 @@ from .arguments import (
     print_page,
 )
 from .options import UsageError, options
+
+if TYPE_CHECKING:
+    from ..learn.view_links import ViewLink
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 LARGEST_PORT = 65535
@@ -36,6 +40,8 @@ class ViewOptions(TokenizerOptions):
     --source TEXT  source text of an encoder-decoder; --text is then the target it writes
     --image FILE  the image that a vision model reads: a file, a folder, or an .npy
     --compare MODEL|TRACE  another model or trace, for the screen Diff
+    --learn ENTRY  open the screen, head and token of the sample that show an entry of
+        `headwise learn`
     --export FILE  write the page to one .html file instead of serving it
     --overwrite  replace an earlier output of this command
     --no-browser  print the address only
@@ -57,12 +63,14 @@ class ViewOptions(TokenizerOptions):
     names = {"MODEL|TRACE": "target"}
     needs = {"overwrite": "export"}
     excludes = ("export compare", "image text", "image source")
+    excludes += tuple(f"learn {name}" for name in ("target", "text", "source", "image", "export"))
     outputs = {"export": "viewer.view:HTML_PAGE"}
     target: str | None = None
     text: str | None = None
     source: str | None = None
     image: str | None = None
     compare: str | None = None
+    learn: str | None = None
     export: str | None = None
     overwrite: bool = False
     no_browser: bool = False
@@ -121,11 +129,14 @@ def main(argv: list[str]) -> int:
 
     out = None if args.read_only else Path(args.out)
     loading = LoadingPlace(**args.loading)
-    is_sample = args.target is None and args.text is None and args.source is None
+    link = None if args.learn is None else _find_link(args.learn)
+    texts = (args.target, args.text, args.source)
+    if link is not None and link.source:
+        texts = (None, link.text, link.source)
+    is_sample = texts == (None, None, None)
     # A trace opens without torch. The sample is one whose model is loaded when it is needed.
     if not is_sample and not (args.target or "").endswith(TRACE_SUFFIX):
         announce_placement(args.target or "the sample", args)
-    texts = (args.target, args.text, args.source)
     prepare = partial(attach_named_tokenizer, args=args)
     target = view.Target(*texts, out, args.compare or "", args.image or "", loading, prepare)
     opened = view.open_target(target)
@@ -140,9 +151,21 @@ def main(argv: list[str]) -> int:
     with suppress(KeyboardInterrupt):  # the usual end of a server
         view.serve_page(
             opened,
+            screen="" if link is None else link.address(opened.get_trace().layers),
             announce=print_page,
             host=args.host,
             port=args.port,
             open_browser=not args.no_browser,
         )
     return 0
+
+
+def _find_link(name: str) -> ViewLink:
+    """The link of the one entry of this name that has one."""
+    from ..learn.catalogue import find_entries
+
+    links = [entry.view for entry in find_entries(name) if entry.id == name]
+    if len(links) != 1 or links[0] is None:
+        remedy = "headwise learn names the screen of each entry that has one, such as 003-2.2"
+        raise UsageError(f"--learn {name} is not an entry with a screen; {remedy}")
+    return links[0]

@@ -18,9 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .. import costs
 from ..attention.attention import Attention
-from ..attention.interfaces.core_types import Probe
-from ..attention.masking.sequence_info import SequenceInfo
-from ..attention.position_embeddings import sinusoidal_table
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
 from .attention_mechanism import gru_steps
@@ -28,6 +25,7 @@ from .catalogue import Outcome, judge, judge_condition
 from .matrix_figures import draw_curves
 from .measured_layers import (
     complexity_by_layer,
+    draw_masks,
     largest_difference,
     make_gru,
     make_layer,
@@ -259,12 +257,14 @@ def performer_curve(*, draws: tuple[int, ...] = DRAWS, repeated: bool = False) -
         "error_many": errors[draws[-1]],
     }
     line = {count: errors[draws[0]] * (draws[0] / count) ** 0.5 for count in draws}
-    named = [("measured", errors), ("1 / sqrt(m)", line)]
+    curves = {"measured": errors, "1 / sqrt(m)": line}
     return judge(
         -0.6 < slope < -0.4,
         **numbers,
         slope=slope,
-        figure=draw_curves(named, "random features m", "relative error"),
+        figure=draw_curves(
+            curves, "random features m", "relative error", log="xy", lines={"1 / sqrt(m)": "--"}
+        ),
     )
 
 
@@ -279,7 +279,8 @@ def sparse_pairs(*, pattern: str = "window(64)") -> Outcome:
         numbers[f"pairs_{n}"] == 64 * n - 64 * 63 // 2 and numbers[f"full_{n}"] == n**2
         for n in (1024, 2048)
     )
-    return judge(growth < 2.2 and is_counted, **numbers, growth=growth)
+    figure = draw_masks({"full": "full()", "window(8)": "window(8)"}, 32)
+    return judge(growth < 2.2 and is_counted, **numbers, growth=growth, figure=figure)
 
 
 def _required_core(pattern: str, tokens: int) -> int:
@@ -472,47 +473,6 @@ def gradient_checkpointing(*, recompute: bool = True) -> Outcome:
     )
 
 
-def half_of_the_encoding(*, halves: str = "sine") -> Outcome:
-    """Error of writing PE(pos + 5) as a linear map of PE(pos): with sines alone, and with sines and
-    cosines.
-    """
-    table = sinusoidal_table(torch.arange(64), 16)
-    errors = {"sine": _shift_error(table[:, ::2]), "both": _shift_error(table)}
-    corrected = errors["both"] < 1e-9 < errors["sine"]
-    return judge(errors[halves] < 1e-9, corrected=corrected, **errors)
-
-
-def _shift_error(table: Tensor, shift: int = 5) -> float:
-    before = table[:-shift]
-    after = table[shift:]
-    solution = torch.linalg.lstsq(before, after, rcond=1e-10, driver="gelsd").solution
-    return largest_difference(before @ solution, after)
-
-
-def rotary_scores(*, rotary: bool = True) -> Outcome:
-    """Spread of the scores at equal distance, when all tokens are equal: rotary and sinusoidal
-    positions; and how much rotary scores differ between distances.
-    """
-    scores = {is_rotary: _scores_of_equal_tokens(is_rotary) for is_rotary in (True, False)}
-    spreads = {
-        is_rotary: max(float(s.diagonal(n, -2, -1).std(-1).max()) for n in (-3, 0, 4))
-        for is_rotary, s in scores.items()
-    }
-    by_distance = float(scores[True][:, :, 0].std(-1).min())
-    holds = spreads[rotary] < 1e-12 < min(by_distance, spreads[False])
-    return judge(holds, spread=spreads[rotary])
-
-
-def _scores_of_equal_tokens(rotary: bool) -> Tensor:
-    modifiers = 'modifiers = [{part = "Rotary"}]' if rotary else ""
-    layer = make_layer(from_toml(f"model = 16\nheads = {{q = 2, dim = 8}}\n{modifiers}"))
-    x = sample(1, 1, 1, 16).expand(1, 9, 16)
-    x = x if rotary else x + sinusoidal_table(torch.arange(9), 16)
-    probe = Probe("scores")
-    layer(x, probe=probe)
-    return probe.tensors["scores"].detach()
-
-
 def log_sum_exp(*, largest: float = 1000.0) -> Outcome:
     """Softmax by exp and sum, and with the maximum subtracted, for scores up to `largest`."""
     scores = torch.tensor([largest, largest - 1, 0.0])
@@ -524,28 +484,6 @@ def log_sum_exp(*, largest: float = 1000.0) -> Outcome:
     numbers = {"naive": str(float(naive[0])), "stable": float(stable[0])}
     is_exact = abs(numbers["stable"] - 1 / (1 + math.exp(-1))) < 1e-6
     return judge(bool(naive.isnan().any()) and is_exact, **numbers)
-
-
-def relative_positions(*, absolute: bool = False) -> Outcome:
-    """Change of the outputs if all tokens move by 100 positions: a bias by distance in the scores,
-    or sinusoids.
-    """
-    modifiers = "" if absolute else 'modifiers = [{part = "Alibi"}]'
-    layer = make_layer(
-        from_toml(f'model = 16\nheads = {{q = 2, dim = 8}}\npattern = "causal()"\n{modifiers}')
-    )
-    x = sample(1, 1, 9, 16)
-    outputs = []
-    near = torch.arange(9)
-    apart = torch.where(near == 8, 50, near)  # the last token is farther from the others
-    for positions in (near, near + 100, apart):
-        tokens = SequenceInfo(positions[None], torch.zeros(1, 9, dtype=torch.long))
-        outputs.append(
-            layer(x + sinusoidal_table(positions, 16) if absolute else x, sequence=tokens).detach()
-        )
-    change = largest_difference(*outputs[:2])
-    apart = largest_difference(outputs[0], outputs[2])
-    return judge(change < 1e-12 and apart > 1e-3, change=change, apart=apart)
 
 
 def order_of_attention(*, model: int = 512) -> Outcome:

@@ -19,7 +19,7 @@ from ..costs.weight_storage import parameter_terms
 from ..models.families import read_model_spec
 from ..models.model_spec import ModelSpec
 from .catalogue import Outcome, judge, judge_condition
-from .matrix_figures import draw_matrices
+from .matrix_figures import draw_curves, draw_grids, draw_matrices
 from .measured_layers import largest_difference, make_gru, make_layer, sample, samples, size_text
 from .parameters_and_scaling import gradient_of_softmax, score_variance
 from .translator_runs import NUM_TEXTS, load_translator, record_weights
@@ -35,9 +35,18 @@ def content_lookup(*, scale: float = 200.0, repeated_key: bool = False) -> Outco
     values = sample(2, 6, 3)
     if repeated_key:
         keys[1] = keys[0]
-    usual = largest_difference(attend(keys, keys, values)[0], values)
-    sharp = largest_difference(attend(keys, keys, values, scale=scale)[0], values)
-    return judge_condition(sharp < 1e-6, usual < 1e-6, usual=usual, sharp=sharp, scale=scale)
+    errors: list[float] = []
+    grids: dict[str, Tensor] = {}
+    for name, each in (("scale 1/sqrt(d_k)", None), (f"scale {scale:g}", scale)):
+        looked_up, weights = attend(keys, keys, values, scale=each, need_weights=True)
+        assert weights is not None
+        errors.append(largest_difference(looked_up, values))
+        grids[name] = weights
+    usual, sharp = errors
+    figure = draw_grids(grids, "stored key", "query")
+    return judge_condition(
+        sharp < 1e-6, usual < 1e-6, usual=usual, sharp=sharp, scale=scale, figure=figure
+    )
 
 
 def reach_of_one_layer(*, pattern: str = "full()", tokens: int = 9) -> Outcome:
@@ -127,7 +136,10 @@ def causal_mask(*, pattern: str = "causal()", changed: int = 5) -> Outcome:
     difference = (layer(x) - layer(other)).abs().detach()
     before = float(difference[:, :changed].max())
     after = float(difference[:, changed:].max())
-    return judge(before < 1e-12 < after, before=before, after=after, position=changed)
+    figure = draw_grids({"": difference[0]}, "channel", "position")
+    return judge(
+        before < 1e-12 < after, before=before, after=after, position=changed, figure=figure
+    )
 
 
 def multi_head_formula(*, own_projection: bool = True) -> Outcome:
@@ -142,15 +154,21 @@ def multi_head_formula(*, own_projection: bool = True) -> Outcome:
     x = sample(1, 7, model)
     state = layer.state_dict()
     outputs = []
+    steps: list[tuple[str, Tensor]] = [("X", x)]
     for head in range(heads):
         index = head if own_projection else 0
         w_q, w_k = (state[f"project.{side}"][index * dim : (index + 1) * dim].T for side in "qk")
         w_v = state["project.v"][index * vdim : (index + 1) * vdim].T
-        outputs.append(((x @ w_q) @ (x @ w_k).T / math.sqrt(dim)).softmax(-1) @ (x @ w_v))
-    y = torch.cat(outputs, -1) @ state["output.o"].T
+        weights = ((x @ w_q) @ (x @ w_k).T / math.sqrt(dim)).softmax(-1)
+        outputs.append(weights @ (x @ w_v))
+        steps += [(f"A head {head}", weights), (f"Z head {head}", outputs[-1])]
+    concat = torch.cat(outputs, -1)
+    y = concat @ state["output.o"].T
     difference = largest_difference(y, layer(x[None])[0])
     shape = size_text(state["output.o"].T)
-    return judge(difference < 1e-12, difference=difference, w_o=shape)
+    steps += [("concat", concat), ("W_O", state["output.o"].T), ("concat W_O", y)]
+    figure = draw_matrices(steps)
+    return judge(difference < 1e-12, difference=difference, w_o=shape, figure=figure)
 
 
 def cost_by_heads(*, width: int | None = None, tokens: int = 512) -> Outcome:
@@ -243,10 +261,16 @@ def gradient_by_distance(*, update_bias: float = 0.0, tokens: int = 41) -> Outco
         "attention": float(attention[0] / attention[-2]),
     }
     keeps = float(open_gate[0] / open_gate[-2]) > 0.5
+    gradients = {"GRU": recurrent, "GRU, open gate": open_gate, "attention": attention}
+    curves = {
+        name: dict(enumerate((each / each[-2]).flip(0)[1:].tolist(), 1))
+        for name, each in gradients.items()
+    }
     return judge(
         numbers["gru"] < 1e-3 and numbers["attention"] > 0.05 and keeps,
         **numbers,
         distance=tokens - 1,
+        figure=draw_curves(curves, "distance", "derivative beside that at distance 1", log="y"),
     )
 
 

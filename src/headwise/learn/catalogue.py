@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from importlib import import_module
@@ -18,7 +18,9 @@ from typing import Any
 
 from ..report.data import Figure
 from ..util.errors import suggest
-from .language import LANGUAGES, join_items, localise, use_language
+from .language import LANGUAGES, current_language, join_items, localise, use_language
+from .matrix_figures import draw_numbers
+from .view_links import ViewLink
 
 Number = float | int | str
 SPACE_BEFORE_LESS = re.compile("(?<=[\u4e00-\u9fff]) (?=不到)")  # "less than" follows a word
@@ -171,7 +173,9 @@ class Entry:
     the run. `rows` are ids of errata (C1.4) and of demands (B12). `run` is None for facts about a
     cited paper, which have nothing to compute. `study` is the study that tests the statement by
     training. `arithmetic` marks a statement about numbers or torch alone: its run needs no part of
-    this library.
+    this library. `picture` has the title of the run's figure. With `columns`, the figure is one of
+    the run's numbers, see `draw_numbers`; with `draw`, a function makes it. `view` is a
+    screen of `headwise view` that shows the statement in a trained model.
     """
 
     id: str
@@ -188,6 +192,8 @@ class Entry:
     see: str = ""
     study: str = ""
     arithmetic: bool = False
+    picture: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    view: ViewLink | None = None
 
     @property
     def line_en(self) -> str:
@@ -218,8 +224,19 @@ class Entry:
             outcome.verdict,
             text.fill("en", numbers),
             text.fill("zh", numbers),
-            outcome.figure,
+            self._draw(outcome),
         )
+
+    def _draw(self, outcome: Outcome) -> Figure | None:
+        """The figure of a run, or of its numbers, below the title of the entry's picture."""
+        figure = outcome.figure
+        if "draw" in self.picture:
+            figure = self.picture["draw"]()
+        if "columns" in self.picture and outcome.verdict == self.verdict:
+            figure = draw_numbers(self.picture, outcome.numbers)
+        if figure is None or not self.picture:
+            return figure
+        return replace(figure, title=self.picture["title"][current_language()])
 
 
 # --- The catalogue --------------------------------------------------------------------------------
@@ -269,6 +286,9 @@ def _find_run(table: Mapping[str, Any], module: Any) -> Callable[..., Outcome] |
 
 
 def _read_entry(document: str, table: Mapping[str, Any], module: Any) -> Entry:
+    picture = dict(table.get("picture", {}))
+    if "draw" in picture:
+        picture["draw"] = getattr(module, picture["draw"])
     return Entry(
         id=table["id"],
         document=document,
@@ -284,6 +304,8 @@ def _read_entry(document: str, table: Mapping[str, Any], module: Any) -> Entry:
         see=table.get("see", ""),
         study=table.get("study", ""),
         arithmetic=table.get("arithmetic", False),
+        picture=picture,
+        view=ViewLink(table["id"], **table["view"]) if "view" in table else None,
     )
 
 

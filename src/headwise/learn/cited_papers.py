@@ -26,6 +26,7 @@ from ..surgery.attention_replacement import AttentionChange, replace_attentions
 from ..surgery.conversion import Pool, ToCollaborative, convert_native
 from ..surgery.model_and_texts import read_model_and_texts
 from .catalogue import ItemList, Outcome, judge, judge_condition
+from .matrix_figures import draw_curves, draw_grids, draw_numbers
 from .measured_layers import make_layer, sample, weights_of
 from .translator_runs import (
     NUM_TEXTS,
@@ -58,14 +59,15 @@ def mean_divergence(expected: Tensor, changed: Tensor) -> float:
 
 
 @torch.no_grad()
-def residual_after_layers(
+def residual_by_layers(
     pattern: str, *, norm: bool, layers: int = 16, values: str = "random"
-) -> float:
-    """||X - 1 x^T|| / ||X|| of 32 random tokens after layers of attention alone, without residual
-    connections. W_V of each layer is "random", "orthogonal", or "centred": the projection that
+) -> dict[int, float]:
+    """||X - 1 x^T|| / ||X|| of 32 random tokens after each layer of attention alone, without
+    residual connections. W_V of each layer is "random", "orthogonal", or "centred": the projection that
     removes the mean of the layer's outputs; W_O is then the identity.
     """
     x = sample(0, 32, 64)
+    residuals = {0: rank_one_residual(x)}
     for number in range(1, layers + 1):
         layer = make_layer(design(model=64, heads=1, pattern=pattern), seed=number)
         if values != "random":
@@ -79,7 +81,8 @@ def residual_after_layers(
                 w_v.copy_(torch.linalg.qr(sample(100 + number, 64, 64)).Q)
         x = layer(x[None])[0]
         x = F.layer_norm(x, (64,)) if norm else x
-    return rank_one_residual(x)
+        residuals[number] = rank_one_residual(x)
+    return residuals
 
 
 def rank_collapse(*, local: str = "window(5)") -> Outcome:
@@ -87,29 +90,35 @@ def rank_collapse(*, local: str = "window(5)") -> Outcome:
     normalisation.
     """
     patterns = {"full": "full()", "causal": "causal()", "local": local}
-    plain = {name: residual_after_layers(pattern, norm=False) for name, pattern in patterns.items()}
-    normed = {
-        f"{name}_norm": residual_after_layers(pattern, norm=True)
-        for name, pattern in patterns.items()
-    }
+    curves: dict[str, dict[int, float]] = {}
+    for norm, end in ((False, ""), (True, ", layer norm")):
+        for name, pattern in patterns.items():
+            curves[f"{name}{end}"] = residual_by_layers(pattern, norm=norm)
+    plain = {name: curves[name][16] for name in patterns}
+    normed = {f"{name}_norm": curves[f"{name}, layer norm"][16] for name in patterns}
+    dashed = {name: "--" for name in curves if name.endswith("layer norm")}
+    figure = draw_curves(curves, "layers", "distance from rank one", log="y", lines=dashed)
     collapsed = plain["full"] < plain["causal"] < 1e-3 and normed["causal_norm"] < 1e-3
-    return judge(collapsed and plain["local"] > 100 * plain["causal"], **plain, **normed)
+    holds = collapsed and plain["local"] > 100 * plain["causal"]
+    return judge(holds, **plain, **normed, figure=figure)
 
 
 def rank_with_chosen_values(*, chosen: str = "centred") -> Outcome:
     """Similarity of all tokens after 16 layers of causal attention with layer normalisation, for
     three kinds of W_V.
     """
-    numbers = {
-        name: residual_after_layers("causal()", norm=True, values=values)
+    curves = {
+        name: residual_by_layers("causal()", norm=True, values=values)
         for name, values in (
             ("random", "random"),
             ("orthogonal", "orthogonal"),
             ("centred", chosen),
         )
     }
+    numbers = {name: curve[16] for name, curve in curves.items()}
     collapse = max(numbers["random"], numbers["orthogonal"]) < 1e-3
-    return judge_condition(collapse, numbers["centred"] < 0.5, **numbers)
+    figure = draw_curves(curves, "layers", "distance from rank one", log="y")
+    return judge_condition(collapse, numbers["centred"] < 0.5, **numbers, figure=figure)
 
 
 def rank_of_trained_states(*, trained: bool = True) -> Outcome:
@@ -259,6 +268,10 @@ def channels_by_distance(*, trained: bool = True) -> Outcome:
         others=others,
         pair=ItemList(f"{best}, {best + 8}"),
         largest=largest,
+        figure=draw_numbers(
+            {"columns": {f"{n}, {n + 8}": str(n) for n in range(8)}, "axis": "correlation"},
+            {str(n): correlation for n, correlation in enumerate(pairs.tolist())},
+        ),
     )
 
 
@@ -338,12 +351,15 @@ def gradients_of_deep_layers(*, depth: int = 12) -> Outcome:
 def density_by_alpha(*, alphas: tuple[float, ...] = (1.0, 1.5, 2.0)) -> Outcome:
     """Share of the keys with a weight above 0, for 64 random tokens, by the alpha of entmax."""
     shares = {}
+    grids: dict[str, Tensor] = {}
     for name, alpha in zip(("softmax", "entmax", "sparsemax"), alphas, strict=True):
         part = '"Softmax"' if alpha == 1 else f'"Entmax", alpha = {alpha}'
         spec = from_toml(f"model = 16\nheads = {{q = 2, dim = 8}}\nnormaliser = {{part = {part}}}")
         weights = weights_of(make_layer(spec), sample(1, 1, 64, 16))
         shares[name] = float((weights > 0).double().mean())
-    return judge(shares["softmax"] == 1 > shares["entmax"] > shares["sparsemax"], **shares)
+        grids[f"{name}, alpha {alpha:g}"] = weights[0, 0, :24, :24]
+    holds = shares["softmax"] == 1 > shares["entmax"] > shares["sparsemax"]
+    return judge(holds, **shares, figure=draw_grids(grids, "key", "query"))
 
 
 def heads_removed_alone(*, limit: float = 0.1, trained: bool = True) -> Outcome:
@@ -377,4 +393,11 @@ def heads_removed_alone(*, limit: float = 0.1, trained: bool = True) -> Outcome:
         with_one=sum(change < limit for change in best_single),
         worst=max(best_single),
         texts=NUM_TEXTS,
+        figure=draw_curves(
+            {"without one head": dict(enumerate(sorted(alone, reverse=True), 1))},
+            "head, by its divergence",
+            "nats per token",
+            log="y",
+            levels={"limit": limit, "without any head": without_all},
+        ),
     )

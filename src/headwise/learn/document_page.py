@@ -47,6 +47,8 @@ MARKED = re.compile(
     r"|(?<![\w.])(?P<letter>[A-Za-z])_(?P<index>[A-Za-z0-9]{1,2}|model)(?!\w)",
     re.ASCII,
 )
+SVG_SIZE = re.compile(r'(?<=(?:th|ht)=")([\d.]+)pt(?=")')
+SCALE = 1.2  # of figures on a page, so that their smallest labels have 10 pixels
 SVG_ID = re.compile(r'(?<=\bid=")|(?<=url\(#)|(?<=href="#)')
 
 
@@ -256,7 +258,8 @@ def _policy() -> dict[str, Any]:
 
 def _draw(numbers: Iterator[int], figure: Figure, theme: str) -> Markup:
     """A figure as SVG whose ids are on the page once: figures of equal size have equal ids."""
-    return Markup(SVG_ID.sub(f"figure-{next(numbers)}-", to_svg(figure, theme, inline=True)))
+    svg = SVG_ID.sub(f"figure-{next(numbers)}-", to_svg(figure, theme, inline=True))
+    return Markup(SVG_SIZE.sub(lambda size: f"{float(size[1]) * SCALE:g}pt", svg, count=2))
 
 
 def _blocks(reason: str) -> list[tuple[bool, list[str]]]:
@@ -272,6 +275,8 @@ def _small_print(entry: Entry, words: Words) -> Iterator[str]:
     for name, text in (("reference", words.reference(entry)), ("see", entry.see)):
         if text:
             yield words.label(name) + text
+    if entry.view:
+        yield words.describe_view(entry.view)
 
 
 def _study_lines(entry: Entry, words: Words) -> list[str]:

@@ -15,6 +15,7 @@ from ..report.text import pad, text_width, wrap
 from .catalogue import Document, Entry, Result, Verdict, list_topics
 from .language import SAMPLE, join_clauses, join_items, localise, use_language
 from .stored_findings import list_claims
+from .view_links import ViewLink
 
 MARKS = {
     Verdict.HOLDS: "[+]",
@@ -30,6 +31,7 @@ PHRASES = {
     "reference": "Reference",
     "see": "More",
     "command": "Command",
+    "view": "On the page of `headwise view`",
     "topics": "Topics",
     "documents": "Documents",
     "entries": "entries",
@@ -82,6 +84,13 @@ class Words:
                 for paper in entry.reference.split("; ")
             )
             return join_clauses(papers, "; ")
+
+    def describe_view(self, link: ViewLink) -> str:
+        """The screen, head and token of a link to the page, and the command that starts it."""
+        with use_language(self.language):
+            head = f"{localise('head')} {link.head}"
+            place = join_clauses([localise(link.screen), head, localise(f"token {link.token}")])
+            return join_clauses([self.phrase("view"), place, f"`{link.command}`"], ": ")
 
     def phrase(self, name: str) -> str:
         """A phrase of `PHRASES`."""
@@ -193,6 +202,8 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
         lines += wrap_page(f"{words.label('reference')}{words.reference(entry)}", indent="    ")
     if entry.see:
         lines += wrap_page(f"{words.label('see')}{entry.see}", indent="    ")
+    if entry.view:
+        lines += wrap_page(words.describe_view(entry.view), indent="    ")
     if entry.study:
         for text in [*describe_study(entry.study, words), words.phrase("strips")]:
             lines += wrap_page(text, indent="    ")

@@ -18,8 +18,9 @@ from ..attention.interfaces.core_types import AuxLosses, Probe
 from ..attention.presets import design, from_toml
 from ..observe.bundled_sample import load_sample_model
 from ..observe.head_analysis.head_circuits import get_circuits
+from ..report.data import Figure
 from .catalogue import Outcome, judge
-from .matrix_figures import draw_matrices
+from .matrix_figures import draw_grids, draw_matrices
 from .measured_layers import largest_difference, make_layer, sample
 from .parameters_and_scaling import change_by_other_heads, mixes_let_heads_interact
 
@@ -46,8 +47,22 @@ def overlapping_heads(*, overlap: int = 1) -> Outcome:
         own=4,
         concat=width,
         w_o=f"{columns[1]} x {columns[0]}",
-        figure=draw_matrices(list(influence_of_heads().items()), ("0", "1", "2")),
+        figure=_draw_division(overlap),
     )
+
+
+def _draw_division(overlap: int) -> Figure:
+    """The channels of each of 3 heads with a hard and a soft division, and the influence of heads
+    on each other.
+    """
+    masks: list[tuple[str, Tensor]] = []
+    for name, more in (("hard division", 0), ("soft division", overlap)):
+        places = torch.arange(12)
+        starts = torch.tensor([[0], [4], [8]])
+        inside = (places >= starts - more) & (places < starts + 4 + more)
+        masks.append((name, inside.double()))
+    heads = ("0", "1", "2")
+    return draw_matrices([*masks, *influence_of_heads().items()], heads)
 
 
 # Ways of combining heads, each as the lines that differ from multi-head attention with 3 heads of 4
@@ -140,7 +155,11 @@ def active_heads(*, active: int = 3) -> Outcome:
     counts = is_open.sum(-1)
     fewest = int(counts.min())
     most = int(counts.max())
-    return judge(fewest == most < 8 and follows_router, fewest=fewest, most=most, heads=8)
+    holds = fewest == most < 8 and follows_router
+    sizes = layer.head_outputs(x).detach()[0].norm(dim=-1)
+    columns = [f"s{n}" for n in range(2)] + [f"r{n}" for n in range(6)]
+    figure = draw_grids({"norm of the outputs": sizes}, "head", "token", columns=columns)
+    return judge(holds, fewest=fewest, most=most, heads=8, figure=figure)
 
 
 def balance_loss(*, collapsed: bool = True) -> Outcome:
@@ -242,7 +261,12 @@ def pairs_of_circuits(*, pairs: bool = True) -> Outcome:
     total = torch.stack([mixing[j, i] * weights[j] @ v[i] @ blocks[i].T for i, j in used]).sum(0)
     difference = largest_difference(total, layer(x[None])[0])
     reached = torch.tensor(influence_of_heads()["DCMHA"]) > 1e-6  # by the dynamic map, all pairs
-    return judge(difference < 1e-12 and bool(reached.all()), difference=difference, pairs=len(used))
+    holds = difference < 1e-12 and bool(reached.all())
+    grids = {"P: QK of a row, OV of a column": mixing.abs()}
+    grids |= {f"A head {head}": each for head, each in enumerate(weights)}
+    composed = torch.einsum("j,jts->ts", mixing[:, 0], weights).abs()
+    figure = draw_grids(grids | {"composed A head 0": composed}, "key", "query")
+    return judge(holds, difference=difference, pairs=len(used), figure=figure)
 
 
 def query_key_circuit(*, width: int = 4) -> Outcome:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
+from ..report.data import Figure
 from .catalogue import ItemList, Outcome, judge
+from .matrix_figures import draw_curves, draw_matrices
 from .measured_layers import largest_difference, make_layer, sample, samples, size_text
 
 KEYS = (51.0, 56.0, 58.0)
@@ -107,6 +109,17 @@ def attention_weights(width: float) -> WeightFunction:
     return weigh
 
 
+def draw_estimates(methods: Mapping[str, WeightFunction]) -> Figure:
+    """The estimate of each method from the first key to the last, and the stored pairs."""
+    queries = [KEYS[0] + 0.1 * step for step in range(1, 70)]
+    curves = {
+        name: {query: look_up(method, query) for query in queries}
+        for name, method in methods.items()
+    }
+    pairs = {"stored pairs": dict(zip(KEYS, VALUES, strict=True))}
+    return draw_curves({**curves, **pairs}, "query", "value", lines={"stored pairs": ""})
+
+
 # --- Runs ---------------------------------------------------------------------------------------
 
 
@@ -117,7 +130,8 @@ def between_neighbours(*, query: float = QUERY) -> Outcome:
     line = look_up(linear_interpolation_weights, query)
     other = look_up(linear_interpolation_weights, 56.5)
     mean = (VALUES[1] + VALUES[2]) / 2
-    return judge(line == mean, value=line, mean=mean, other=other)
+    figure = draw_estimates({"linear interpolation": linear_interpolation_weights})
+    return judge(line == mean, value=line, mean=mean, other=other, figure=figure)
 
 
 def indices_of_neighbours(*, query: float = QUERY) -> Outcome:
@@ -186,7 +200,13 @@ def far_key_counts(*, width: float = 5.0) -> Outcome:
     narrow = attention_weights(1.0)(QUERY, KEYS)[0]
     is_exact = abs(weight - gaussian_weights(width)(QUERY, KEYS)[0]) < 1e-12
     holds = weight > 0.01 and narrow < 1e-6 and is_exact
-    return judge(holds, weight=weight, value=look_up(weigh), width=width)
+    curves: dict[str, dict[float, float]] = {f"key {key:g}": {} for key in KEYS}
+    for wide in (1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0):
+        weights = attention_weights(wide)(QUERY, KEYS)
+        for curve, one in zip(curves.values(), weights, strict=True):
+            curve[wide] = one
+    figure = draw_curves(curves, "width of the kernel", "weight")
+    return judge(holds, weight=weight, value=look_up(weigh), width=width, figure=figure)
 
 
 def kernel_is_attention(*, width: float = 2.0, unit: bool = True) -> Outcome:
@@ -233,7 +253,11 @@ def kernel_widths(*, narrow: float = 0.01, wide: float = 1e4) -> Outcome:
     near, far = (look_up(attention_weights(w), 56.9) for w in (narrow, wide))
     mean = sum(VALUES) / len(VALUES)
     return judge(
-        abs(near - VALUES[1]) < 1e-6 and abs(far - mean) < 1e-6, near=near, far=far, mean=mean
+        abs(near - VALUES[1]) < 1e-6 and abs(far - mean) < 1e-6,
+        near=near,
+        far=far,
+        mean=mean,
+        figure=draw_estimates({f"width {w:g}": attention_weights(w) for w in KERNEL_WIDTHS}),
     )
 
 
@@ -269,6 +293,7 @@ def queries_and_keys(*, queries: int = 5, keys: int = 7) -> Outcome:
         row_sum=row_sum,
         queries=queries,
         keys=keys,
+        figure=draw_matrices([("weights", weights)]),
     )
 
 
@@ -285,7 +310,9 @@ def weight_matrix(*, normaliser: str = "Softmax") -> Outcome:
     values = source @ state["project.v"].T
     solution = torch.linalg.lstsq(values[0].T, ones[0, :, 0].T).solution.T.detach()
     sums = solution.sum(-1)
-    return judge(float((sums - 1).abs().max()) < 1e-9, rows=3, columns=4, first_sum=float(sums[0]))
+    holds = float((sums - 1).abs().max()) < 1e-9
+    figure = draw_matrices([("weights", solution)])
+    return judge(holds, rows=3, columns=4, first_sum=float(sums[0]), figure=figure)
 
 
 def one_source_or_two(*, other_source: bool = False) -> Outcome:
@@ -328,4 +355,10 @@ def learned_maps(*, steps: int = 60, rate: float = 0.1) -> Outcome:
         loss.backward()
         optimizer.step()
     moved = sum(p.numel() for p in layer.parameters())
-    return judge(losses[-1] < losses[0] / 10, before=losses[0], after=losses[-1], parameters=moved)
+    return judge(
+        losses[-1] < losses[0] / 10,
+        before=losses[0],
+        after=losses[-1],
+        parameters=moved,
+        figure=draw_curves({"loss": dict(enumerate(losses))}, "step", "loss", log="y"),
+    )

@@ -24,6 +24,7 @@ from ..models import build, model_spec as models
 from ..observe.head_analysis.rank_analysis import rank_one_residual
 from ..training.train_step import compute_aux_loss
 from .catalogue import Number, Outcome, judge, judge_condition
+from .matrix_figures import draw_curves, draw_grids
 from .measured_layers import largest_difference, make_layer, sample, samples, weights_of
 
 # --- Queries, keys, values and several heads ------------------------------------------------------
@@ -36,6 +37,7 @@ def roles_of_projections(*, together: bool = False) -> Outcome:
     tensors = dict(zip(("query", "key", "value"), samples((5, 4), (5, 4), (5, 3)), strict=True))
     output, weights = attend(*tensors.values(), need_weights=True)
     numbers: dict[str, Number] = {}
+    moved: dict[str, Tensor] = {}
     for name in tensors:
         changed = {
             other: tensor + (torch.arange(5) == 2)[:, None] if together or other == name else tensor
@@ -44,11 +46,14 @@ def roles_of_projections(*, together: bool = False) -> Outcome:
         new_output, new_weights = attend(*changed.values(), need_weights=True)
         assert weights is not None
         assert new_weights is not None
+        moved[f"weights, by the {name}"] = (new_weights - weights).abs()
+        moved[f"output, by the {name}"] = (new_output - output).abs()
         numbers[f"{name}_weights"] = int(((new_weights - weights).abs().amax(1) > 1e-12).sum())
         numbers[f"{name}_outputs"] = int(((new_output - output).abs().amax(1) > 1e-12).sum())
     expected = {"query": (1, 1), "key": (5, 5), "value": (0, 5)}
     changes = {name: (numbers[f"{name}_weights"], numbers[f"{name}_outputs"]) for name in tensors}
-    return judge(changes == expected, **numbers)
+    figure = draw_grids(moved, "key or channel", "query")
+    return judge(changes == expected, **numbers, figure=figure)
 
 
 def smallest_wanted_weight(heads: int, aspects: int, tokens: int, gap: float) -> float:
@@ -148,6 +153,7 @@ def rank_with_skips_and_feed(*, skip: bool = True) -> Outcome:
     connections, with feed-forward layers, and with both (2103.03404).
     """
     numbers: dict[str, Number] = {}
+    curves: dict[str, dict[int, float]] = {}
     for name, has_skip, has_feed in (
         ("alone", False, False),
         ("skip", skip, False),
@@ -155,6 +161,7 @@ def rank_with_skips_and_feed(*, skip: bool = True) -> Outcome:
         ("both", skip, True),
     ):
         x = sample(0, 32, 64)
+        curve = curves.setdefault(name, {})
         for layer in range(1, 17):
             y = make_layer(design(model=64, heads=1), seed=layer)(x[None])[0].detach()
             x = x + y if has_skip else y
@@ -162,9 +169,11 @@ def rank_with_skips_and_feed(*, skip: bool = True) -> Outcome:
                 up, down = (sample(100 * layer + n, 64, 64) / 8 for n in (0, 1))
                 y = 2**0.5 * F.relu(x @ up) @ down
                 x = x + y if has_skip else y
-        numbers[name] = rank_one_residual(x)
+            curve[layer] = rank_one_residual(x)
+        numbers[name] = curve[16]
     holds = float(numbers["skip"]) > 1e-3 > max(float(numbers["alone"]), float(numbers["feed"]))
-    return judge(holds, **numbers)
+    figure = draw_curves(curves, "layers", "distance from rank one", log="y")
+    return judge(holds, **numbers, figure=figure)
 
 
 # --- Variants -------------------------------------------------------------------------------------

@@ -27,8 +27,10 @@ from ..costs.complexity import (
     measure_layer_reach,
     measure_scaling,
 )
+from ..report.data import Figure
 from ..report.text import NOT_MEASURED, is_missing, median_time
 from .catalogue import Number, Outcome, judge
+from .matrix_figures import draw_curves, draw_grids
 
 
 def sample(seed: int, *shape: int) -> Tensor:
@@ -60,6 +62,22 @@ def make_layer(spec: AttentionSpec, seed: int = 0, scale: float | None = None) -
             deviation = parameter.shape[-1] ** -0.5 if scale is None else scale
             parameter.copy_(sample(1000 * seed + number, *parameter.shape) * deviation)
     return layer
+
+
+def draw_flops(names: Sequence[str], model: int) -> Figure:
+    """FLOPs of layers of `headwise cost --complexity` by the number of tokens."""
+    rows = {tokens: complexity_by_layer(tokens, model) for tokens in (64, 512, 4096, 32768)}
+    curves = {name: {n: row[name].flops for n, row in rows.items()} for name in names}
+    return draw_curves(curves, "tokens", "FLOPs", log="xy")
+
+
+def draw_masks(patterns: Mapping[str, str], tokens: int) -> Figure:
+    """The pairs with a weight above 0 in a layer with each of these patterns."""
+    masks: dict[str, Tensor] = {}
+    for name, pattern in patterns.items():
+        layer = make_layer(design(model=8, heads=1, pattern=pattern))
+        masks[name] = (weights_of(layer, sample(1, 1, tokens, 8))[0, 0] > 0).double()
+    return draw_grids(masks, "key", "query")
 
 
 def weights_of(layer: Attention, x: Tensor, source: Tensor | None = None) -> Tensor:
@@ -202,7 +220,9 @@ def table_beside_recurrence(*, local: str = "GRU") -> Outcome:
         and gru.state_bytes < attention.state_bytes
     )
     holds = others_hold and layers[local].receptive_field < TOKENS
-    return judge(holds, corrected=corrected, **measured_cells())
+    gradients = {name: layer.gradients for name, layer in layers.items()}
+    figure = draw_curves(gradients, "distance", "derivative", log="xy")
+    return judge(holds, corrected=corrected, **measured_cells(), figure=figure)
 
 
 def table_beside_convolution(*, positions: bool = False) -> Outcome:

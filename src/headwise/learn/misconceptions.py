@@ -20,9 +20,11 @@ from ..observe.bundled_sample import load_sample_model
 from ..observe.head_analysis.rank_analysis import measure_qk_spectra
 from .attention_mechanism import cost_by_heads
 from .catalogue import ItemList, Outcome, Verdict, judge, judge_condition
-from .matrix_figures import draw_matrices
+from .matrix_figures import draw_curves, draw_matrices
 from .measured_layers import (
     complexity_by_layer,
+    draw_flops,
+    draw_masks,
     entropy,
     largest_difference,
     make_layer,
@@ -114,6 +116,7 @@ def unseen_angles(*, trained: int = 64, model: int = 64) -> Outcome:
     distance = float(nearest[-1])
     # a sine and a cosine of one angle have squares that sum to 1
     is_circle = largest_difference(table.square().sum(-1), torch.tensor(model / 2)) < 1e-9
+    curve = dict(enumerate(nearest.tolist(), trained))
     return judge(
         unseen == 0,
         corrected=is_circle and distance > 2 * spacing,
@@ -121,6 +124,12 @@ def unseen_angles(*, trained: int = 64, model: int = 64) -> Outcome:
         pairs=model // 2,
         distance=distance,
         spacing=spacing,
+        figure=draw_curves(
+            {"nearest trained position": curve},
+            "position",
+            "distance",
+            levels={"between neighbours": spacing},
+        ),
     )
 
 
@@ -141,7 +150,8 @@ def cheaper_than_recurrence(*, tokens: int = 512, model: int = 512) -> Outcome:
     is_counted = (attention.flops, gru.flops) == (work, 12 * tokens * model**2)
     has_steps = (attention.serial, gru.serial, gru.dearer) == (1, tokens, model + 1)
     holds = attention.flops <= gru.flops and is_counted and has_steps
-    return judge(holds, **numbers, tokens=tokens)
+    figure = draw_flops(("self-attention", "GRU"), model)
+    return judge(holds, **numbers, tokens=tokens, figure=figure)
 
 
 def redundant_heads(*, trace_heads: bool = True) -> Outcome:
@@ -211,7 +221,7 @@ def one_changed_bit(*, normalised: bool = True) -> Outcome:
     `normalised`, values are added.
     """
     changes = {}
-    for tokens in (16, 1024):
+    for tokens in (16, 64, 256, 1024):
         layer = make_layer(design(model=8, heads=2))
         bits = (sample(3, tokens) > 0).long()
         table = sample(4, 2, 8)
@@ -388,6 +398,7 @@ def graph_edges(*, complete: bool = False) -> Outcome:
         pairs=len(edges),
         far=far,
         difference=difference,
+        figure=draw_masks({"": _edges(edges)}, 6),
     )
 
 
@@ -420,7 +431,12 @@ def long_patterns(*, window: int = 513) -> Outcome:
     near = (places[:, None] - places).abs() <= window // 2
     near[0] = near[:, 0] = True
     is_counted = abs(shares["longformer"] - float(near.double().mean())) < 1e-9
-    return judge(max(shares.values()) < 0.25 and is_counted, **shares)
+    small = {
+        "Longformer": "window(17, after=8) | global((0,))",
+        "BigBird": "bigbird(64, block=4, globals=1)",
+    }
+    figure = draw_masks(small, 64)
+    return judge(max(shares.values()) < 0.25 and is_counted, **shares, figure=figure)
 
 
 def width_for_each_head(*, heads: int = 64) -> Outcome:

@@ -29,9 +29,12 @@ from ..observe.head_analysis.head_metrics import argmax_offset_sums, select_larg
 from ..observe.head_analysis.head_table import HeadMeasures, Measure
 from ..observe.head_analysis.rank_analysis import measure_qk_spectra
 from ..observe.head_analysis.weight_bands import WeightBand
+from ..report.data import Figure
+from ..surgery.any_model import convert
+from ..surgery.conversion import ToCollaborative
 from .attention_mechanism import multi_head_formula
 from .catalogue import Outcome, Verdict, judge, judge_condition
-from .matrix_figures import draw_columns, draw_heads, draw_matrices
+from .matrix_figures import draw_columns, draw_curves, draw_grids, draw_heads, draw_matrices
 from .measured_layers import entropy, largest_difference, make_layer, sample, weights_of
 from .misconceptions import redundant_heads
 from .parameters_and_scaling import heads_against_noise
@@ -167,6 +170,14 @@ def read_stored_heads() -> Any:
     return json.loads(STORED_HEADS.read_text(encoding="utf-8"))
 
 
+def draw_broad_and_next_head() -> Figure:
+    """A head of MiniLM that attends broadly, and one that attends to the next token."""
+    stored = read_stored_heads()
+    heads = [head for head in stored["gallery"] if head["class"] in ("broad", "next")]
+    named = [(f"{head['class']}: head {head['head']}", head["weights"]) for head in heads]
+    return draw_heads(named, stored["words"], stored["words"])
+
+
 def gallery_of_heads(*, uniform: bool = False) -> Outcome:
     """Four heads of MiniLM over one sentence, with what each class claims; `uniform` replaces the
     weights.
@@ -256,6 +267,26 @@ def third_of_the_dimensions(*, model: nn.Module | None = None) -> Outcome:
         share=share,
         chance=chance,
         layers=len(spectra),
+        figure=_draw_spectra(net),
+    )
+
+
+def _draw_spectra(net: nn.Module) -> Figure:
+    """Share of the energy in the first dimensions of the summed W_Q W_K^T: of the first, the last
+    and a Gaussian layer.
+    """
+    sites = [layer.site for layer in measure_qk_spectra(net, num_draws=1)]
+    curves: dict[str, dict[int, float]] = {}
+    for name in (sites[0], sites[-1], "Gaussian weights"):
+        state = net.get_submodule(name if name in sites else sites[0]).state_dict()
+        q, k = (state[f"project.{side}"].double() for side in "qk")
+        if name not in sites:
+            q, k = (sample(seed, *q.shape) for seed in (1, 2))
+        energy = torch.linalg.svdvals(q.T @ k).square().cumsum(0)
+        curves[name] = dict(enumerate((energy / energy[-1]).tolist(), 1))
+    levels = {"90 %": 0.9}
+    return draw_curves(
+        curves, "dimensions", "energy", lines={"Gaussian weights": "--"}, levels=levels
     )
 
 
@@ -273,7 +304,15 @@ def concat_is_a_special_case(*, mixing: str = "blocks") -> Outcome:
     shared.load_state_dict(state)
     x = sample(1, 1, 7, 12)
     difference = largest_difference(shared(x), plain(x))
-    return judge(difference < 1e-12, difference=difference)
+    learned = convert(load_translator(), ToCollaborative(48), kind="cross").after
+    weights = learned.get_submodule("decoder.0.cross").get_parameter("project.mixing")
+    grids = {
+        "(a) concatenated": blocks,
+        "(b) all shared": torch.ones_like(blocks),
+        "(c) translator, half as wide": weights.abs(),
+    }
+    figure = draw_grids(grids, "shared channel", "head")
+    return judge(difference < 1e-12, difference=difference, figure=figure)
 
 
 # --- Section 2.6: what heads do -------------------------------------------------------------------
@@ -297,7 +336,9 @@ def heads_by_width(*, heads: int | None = None) -> Outcome:
     }
     numbers |= {"models": len(sizes), "correlation": correlation}
     # Sizes of models are the premise of the statement; whether heads bring a gain needs training.
-    return Outcome(Verdict.NOT_RUN if correlation > 0.5 else Verdict.FAULT, numbers)
+    points = {"published models": dict(sizes)}
+    figure = draw_curves(points, "width", "heads", log="xy", lines={"published models": ""})
+    return Outcome(Verdict.NOT_RUN if correlation > 0.5 else Verdict.FAULT, numbers, figure)
 
 
 def few_heads_attend_to_themselves(*, tied: bool = False) -> Outcome:
@@ -419,6 +460,7 @@ def left_or_right(*, alternate: bool = True) -> Outcome:
         corrected=either == 1 and fixed == 0.5,
         either=either,
         fixed=fixed,
+        figure=draw_grids({"": weights[0, :12, :12]}, "key", "query"),
     )
 
 
@@ -463,7 +505,19 @@ def gate_and_prune(*, gate: float = 0.0) -> Outcome:
     small = Attention(spec).double()
     small.load_state_dict(weights)
     difference = largest_difference(small(x), gated)
-    return judge(difference < 1e-12, difference=difference, parameters=costs.count_parameters(spec))
+    outputs = layer.head_outputs(x)[0]
+    steps = {
+        "outputs of the heads": outputs,
+        "times the gates": outputs * factors,
+        "pruned": small.head_outputs(x)[0],
+    }
+    named = {name: each.detach().abs().flatten(1) for name, each in steps.items()}
+    return judge(
+        difference < 1e-12,
+        difference=difference,
+        parameters=costs.count_parameters(spec),
+        figure=draw_grids(named, "channel", "token"),
+    )
 
 
 # --- Section 2.7: cost by the width of a head -----------------------------------------------------

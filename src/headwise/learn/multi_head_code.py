@@ -23,9 +23,14 @@ from ..report.data import Figure
 from .attention_mechanism import causal_mask
 from .catalogue import Outcome, judge, judge_condition
 from .kernel_lookup import cross_attention, one_source_or_two
-from .matrix_figures import draw_matrices
+from .matrix_figures import draw_grids, draw_matrices
 from .measured_layers import largest_difference, make_layer, sample, size_text
-from .translator_runs import MEASURED_TEXTS, measure_translator
+from .translator_runs import (
+    MEASURED_TEXTS,
+    load_translator,
+    measure_translator,
+    record_weights,
+)
 
 __all__ = ["causal_mask", "cross_attention", "one_source_or_two"]
 
@@ -324,12 +329,17 @@ def cross_heads_align(*, role: str = "cross") -> Outcome:
     heads = [head for head in table.heads if head.site.endswith(role)]
     aligned = sum("alignment" in [one.name for one in head.classes] for head in heads)
     numbers = {"best": 0.0, "chance": 0.0}
+    best = heads[0]
     for head in heads:
         for measure in filter(None, map(head.measures.get, ALIGNMENT)):
             if measure.value > numbers["best"]:
                 numbers = {"best": measure.value, "chance": measure.chance}
+                best = head
     holds = aligned > len(heads) / 2 and numbers["best"] > 2 * numbers["chance"]
-    return judge(holds, aligned=aligned, heads=len(heads), texts=MEASURED_TEXTS, **numbers)
+    weights = record_weights(load_translator(), best.site)[0][0, best.head]
+    figure = draw_grids({"": weights}, "source token", "target token")
+    counts = {"aligned": aligned, "heads": len(heads), "texts": MEASURED_TEXTS}
+    return judge(holds, **counts, **numbers, figure=figure)
 
 
 def places_of_attention(*, model: str = "transformer-base") -> Outcome:

@@ -21,10 +21,11 @@ from ..costs.complexity import LAYERS, WIDTH, longest_chain
 from ..models.distributed.head_partition import partition_heads
 from .attention_mechanism import parallel_equals_sequential
 from .catalogue import Outcome, judge, judge_condition
-from .measured_layers import largest_difference, make_layer, sample, samples
+from .matrix_figures import draw_grids
+from .measured_layers import largest_difference, make_layer, sample, samples, weights_of
 from .misconceptions import not_an_ensemble
 from .parameters_and_scaling import equal_widths_needed
-from .self_attention_basics import heads_share_weights
+from .self_attention_basics import heads_by_key_head, heads_share_weights
 from .translator_runs import (
     MEASURED_TEXTS,
     NUM_TEXTS,
@@ -40,6 +41,23 @@ def embedding_in_pieces(*, cut: bool = False) -> Outcome:
     """Channels of the input that the query of one of 4 heads depends on; `cut` gives each head its
     own channels.
     """
+    slopes = _queries_by_channels(cut)
+    first = slopes[:3]
+    channels = int((first.abs().amax(0) > 0).sum())
+    grids = {"W_Q of every head": slopes.abs(), "input in pieces": _queries_by_channels(True).abs()}
+    heads = [f"h{row // 3}" for row in range(12)]
+    return judge(
+        channels == len(first),
+        corrected=channels == 12 and len(first) == 3,
+        channels=channels,
+        width=12,
+        per_head=len(first),
+        figure=draw_grids(grids, "channel of the input", "query of a head", heads),
+    )
+
+
+def _queries_by_channels(cut: bool) -> Tensor:
+    """The derivative of the queries of 4 heads [12, 12] by the channels of the input."""
     weight = sample(1, 4, 3, 12)
     if cut:
         for head in range(4):
@@ -47,32 +65,25 @@ def embedding_in_pieces(*, cut: bool = False) -> Outcome:
     layer = make_layer(design(model=12, heads=4))
     layer.load_state_dict(layer.state_dict() | {"project.q": weight.flatten(0, 1)})
 
-    def query_of_first_head(x: Tensor) -> Tensor:
+    def queries(x: Tensor) -> Tensor:
         probe = Probe("q")
         layer(x[None, None], probe=probe)
-        return probe.tensors["q"][0, 0, 0]
+        return probe.tensors["q"].flatten()
 
-    slopes = torch.autograd.functional.jacobian(query_of_first_head, sample(2, 12))
+    slopes = torch.autograd.functional.jacobian(queries, sample(2, 12))
     assert isinstance(slopes, Tensor)
-    channels = int((slopes.abs().amax(0) > 0).sum())
-    return judge(
-        channels == len(slopes),
-        corrected=channels == 12 and len(slopes) == 3,
-        channels=channels,
-        width=12,
-        per_head=len(slopes),
-    )
+    return slopes
 
 
 def large_diagonal(*, tied: bool = False) -> Outcome:
     """Diagonal of Q K^T / sqrt(d_k) against the rest, for random W_Q and W_K, and for W_Q = W_K; 64
     tokens.
     """
-    numbers = _diagonal(tied)
+    numbers, weights = _diagonal(tied)
+    tied_numbers, tied_weights = _diagonal(True)
+    grids = {"W_Q and W_K of their own": weights, "W_Q = W_K": tied_weights}
     equal = {
-        f"tied_{name}": value
-        for name, value in _diagonal(True).items()
-        if name in ("mean", "weight")
+        f"tied_{name}": value for name, value in tied_numbers.items() if name in ("mean", "weight")
     }
     differs = abs(numbers["mean"]) < 0.1 * numbers["spread"] and equal["tied_weight"] > 0.5
     return judge(
@@ -81,10 +92,12 @@ def large_diagonal(*, tied: bool = False) -> Outcome:
         **numbers,
         **equal,
         uniform=1 / 64,
+        figure=draw_grids(grids, "key", "query"),
     )
 
 
-def _diagonal(tied: bool) -> dict[str, float]:
+def _diagonal(tied: bool) -> tuple[dict[str, float], Tensor]:
+    """Numbers of the diagonal of scores and weights, and the weights of one text."""
     width = 64
     w_q = sample(2, width, width).T / 8
     w_k = w_q if tied else sample(3, width, width).T / 8
@@ -96,19 +109,23 @@ def _diagonal(tied: bool) -> dict[str, float]:
     diagonal = scores.diagonal(0, -2, -1)
     off = scores[:, ~torch.eye(64, dtype=torch.bool)]
     weight = weights.diagonal(0, -2, -1).mean()
-    return {
+    numbers = {
         "mean": float(diagonal.mean()),
         "spread": float(off.std()),
         "off": float(off.mean()),
         "weight": float(weight),
     }
+    return numbers, weights[0, :24, :24]
 
 
 def own_projections(*, kv: int = 3) -> Outcome:
     """Count heads, of 3, with outputs that change when W_K of one key head changes."""
     numbers = heads_share_weights(kv=kv).numbers
     in_mqa = heads_share_weights(kv=1).numbers["changed"]
-    return judge(numbers["changed"] == 1 and in_mqa == 3, **numbers)
+    named = {"a key head for each head": kv, "one key head": 1}
+    changes = {name: heads_by_key_head(count) for name, count in named.items()}
+    figure = draw_grids(changes, "key head", "head")
+    return judge(numbers["changed"] == 1 and in_mqa == 3, **numbers, figure=figure)
 
 
 def sizes_of_the_paper(*, heads: int = 8, model: int = 512) -> Outcome:
@@ -256,7 +273,9 @@ def convolution_by_heads(*, heads: int = 3) -> Outcome:
         }
     )
     difference = largest_difference(layer(padded[None])[0, 1:-1], convolved)
-    return judge(difference < 1e-12, difference=difference, heads=heads)
+    weights = weights_of(layer, padded[None])[0]
+    figure = draw_grids({f"head {n}": each for n, each in enumerate(weights)}, "key", "query")
+    return judge(difference < 1e-12, difference=difference, heads=heads, figure=figure)
 
 
 def heads_as_ensemble(*, independent: bool = False) -> Outcome:

@@ -21,6 +21,7 @@ from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
 from ..kernels.capabilities import use_threads
 from .catalogue import Outcome, Verdict, judge, judge_condition
+from .matrix_figures import draw_curves, draw_grids, draw_numbers
 from .measured_layers import (
     VALUES,
     entropy,
@@ -79,7 +80,10 @@ def score_variance(*, repeated: bool = False) -> Outcome:
     for width in KEY_WIDTHS:
         scores = sample_scores(1) * width if repeated else sample_scores(width)
         ratios[f"ratio_{width}"] = float(scores.var()) / width
-    return judge(all(0.8 < ratio < 1.2 for ratio in ratios.values()), **ratios)
+    variances = {width: width * ratios[f"ratio_{width}"] for width in KEY_WIDTHS}
+    curves = {"variance of scores": variances, "d_k": {width: width for width in KEY_WIDTHS}}
+    figure = draw_curves(curves, "d_k", "variance", log="xy", lines={"d_k": "--"})
+    return judge(all(0.8 < ratio < 1.2 for ratio in ratios.values()), **ratios, figure=figure)
 
 
 def gradient_of_softmax(*, exponent: float = 0.5) -> Outcome:
@@ -109,7 +113,17 @@ def vanishing_needs_unit_variance(*, spread: float = 1.0) -> Outcome:
         "width_4": softmax_jacobian_norm(sample_scores(4)),
     }
     threshold = numbers["width_4"] / 3
-    return judge_condition(numbers["unit"] < threshold, numbers["small"] < threshold, **numbers)
+    ordered = {
+        f"d_k = {width}": softmax_weights(sample_scores(width)).sort(descending=True).values.mean(0)
+        for width in (4, 64, 1024)
+    }
+    curves = {name: dict(enumerate(weights.tolist(), 1)) for name, weights in ordered.items()}
+    return judge_condition(
+        numbers["unit"] < threshold,
+        numbers["small"] < threshold,
+        **numbers,
+        figure=draw_curves(curves, "key, by its weight", "weight"),
+    )
 
 
 def scaling_and_the_mean(*, mean: float = 0.0) -> Outcome:
@@ -190,13 +204,17 @@ def total_parameters(*, model: int = 512, heads: int = 8, width: int | None = No
 
 def parameters_by_heads(*, width: int | None = None) -> Outcome:
     """Test if parameters grow with h at d = 512; with `width`, every head has this width."""
-    counts = {
-        f"h{heads}": costs.count_parameters(design(model=512, heads=heads, dim=width))
-        for heads in (1, 2, 4, 8, 16, 32)
-    }
+    curves: dict[str, dict[int, float]] = {"d_k = d / h": {}, "d_k = 64": {}}
+    counts: dict[str, int] = {}
+    for heads in (1, 2, 4, 8, 16, 32):
+        sizes = [width, 64]
+        for curve, dim in zip(curves.values(), sizes, strict=True):
+            curve[heads] = costs.count_parameters(design(model=512, heads=heads, dim=dim))
+        counts[f"h{heads}"] = int(curves["d_k = d / h"][heads])
     return judge(
         counts["h32"] > counts["h1"],
         corrected=set(counts.values()) == {4 * 512**2},
+        figure=draw_curves(curves, "heads", "parameters", log="xy"),
         **counts,
     )
 
@@ -237,13 +255,21 @@ def different_patterns(*, tied: bool = False) -> Outcome:
     q, k = samples((4, 12, 16), (4, 12, 16))
     equal = _divergence_of_heads(q[:1].expand_as(q), k[:1].expand_as(k))
     divergence = equal if tied else _divergence_of_heads(q, k)
-    return judge(divergence > 0.01 > abs(equal), divergence=divergence, most=math.log(4))
+    weights = _weights_of_heads(q[:1].expand_as(q) if tied else q, k)
+    figure = draw_grids({f"head {n}": each for n, each in enumerate(weights)}, "key", "query")
+    most = math.log(4)
+    return judge(divergence > 0.01 > abs(equal), divergence=divergence, most=most, figure=figure)
 
 
 def _divergence_of_heads(q: Tensor, k: Tensor) -> float:
+    weights = _weights_of_heads(q, k)
+    return float(entropy(weights.mean(0)).mean() - entropy(weights).mean())
+
+
+def _weights_of_heads(q: Tensor, k: Tensor) -> Tensor:
     weights = attend(q, k, q, need_weights=True)[1]
     assert weights is not None
-    return float(entropy(weights.mean(0)).mean() - entropy(weights).mean())
+    return weights
 
 
 def heads_interact(*, modifiers: str = "") -> Outcome:
@@ -430,4 +456,9 @@ def near_and_far_heads(*, uniform: bool = False) -> Outcome:
     distances, chance = (totals / rows).tolist()
     numbers = {"near": min(distances), "far": max(distances), "chance": chance[0]}
     is_divided = numbers["far"] > 1.5 * numbers["near"] and numbers["near"] < numbers["chance"]
-    return judge(is_divided, **numbers, heads=len(distances), texts=NUM_TEXTS)
+    columns = {f"head {n}": str(n) for n in range(len(distances))}
+    levels = {"all tokens alike": "chance"}
+    by_head = {str(n): distance for n, distance in enumerate(distances)}
+    table = {"columns": columns, "axis": "tokens", "levels": levels}
+    figure = draw_numbers(table, numbers | by_head)
+    return judge(is_divided, **numbers, heads=len(distances), texts=NUM_TEXTS, figure=figure)

@@ -20,9 +20,10 @@ from ..costs.complexity import LAYERS, WIDTH, gradient_norms
 from ..surgery.attention_replacement import fold_bias
 from .attention_mechanism import attention_formula
 from .catalogue import ItemList, Outcome, judge, judge_condition
-from .matrix_figures import draw_heads
+from .matrix_figures import draw_curves, draw_grids, draw_heads
 from .measured_layers import (
     complexity_by_layer,
+    draw_flops,
     largest_difference,
     make_layer,
     sample,
@@ -71,11 +72,12 @@ def diluted_weight(*, gap: float = 3.0, grow: bool = False) -> Outcome:
     grown = {}
     softmax = REGISTRY["Softmax"]()
     entmax = REGISTRY["Entmax"](alpha=1.5)
-    for tokens in (8, 4096):
+    for tokens in (8, 64, 512, 4096):
         scores = torch.zeros(tokens, dtype=torch.float64)
         larger = gap * math.log(tokens) / math.log(8)
         scores[0] = larger
         grown[tokens] = float(softmax.normalise_row(scores, {})[0])
+        numbers[f"grown_{tokens}"] = grown[tokens]
         scores[0] = larger if grow else gap
         numbers[f"softmax_{tokens}"] = float(softmax.normalise_row(scores, {})[0])
         numbers[f"entmax_{tokens}"] = float(entmax.normalise_row(scores, {})[0])
@@ -146,6 +148,7 @@ def recurrent_range(*, memoryless: bool = False, tokens: int = 9) -> Outcome:
     return judge(
         pairs < past,
         corrected=pairs == past and 0 < far < sizes[-1, -1] / 10,
+        figure=draw_grids({"": sizes}, "input", "output"),
         pairs=pairs,
         past=past,
         far=far,
@@ -180,24 +183,37 @@ def no_decay(*, positions: str = "") -> Outcome:
     Of 8 heads, the one that decays most. Also the mean weight at 16 and at 1,024 tokens, which is
     1/n.
     """
-    plain = _decay(positions)
-    alibi = _decay('modifiers = [{part = "Alibi"}]')
+    curves = {
+        "attention": _weights_by_distance(positions),
+        "ALiBi": _weights_by_distance('modifiers = [{part = "Alibi"}]'),
+    }
+    plain, alibi = (float(curve[-1]) for curve in curves.values())
     layer = make_layer(design(model=8, heads=1))
     shares = {}
     for tokens in (16, 1024):
         shares[f"weight_{tokens}"] = float(weights_of(layer, sample(1, 1, tokens, 8)).mean())
     is_diluted = all(abs(shares[f"weight_{tokens}"] * tokens - 1) < 1e-9 for tokens in (16, 1024))
     return judge_condition(
-        abs(plain - 1) < 1e-9 and is_diluted, alibi > 0.05, plain=plain, alibi=alibi, **shares
+        abs(plain - 1) < 1e-9 and is_diluted,
+        alibi > 0.05,
+        plain=plain,
+        alibi=alibi,
+        **shares,
+        figure=draw_curves(
+            {name: dict(enumerate(curve.tolist())) for name, curve in curves.items()},
+            "distance",
+            "weight beside that of the own token",
+        ),
     )
 
 
-def _decay(modifiers: str) -> float:
+def _weights_by_distance(modifiers: str) -> Tensor:
     layer = make_layer(
         from_toml(f"model = 16\nheads = {{q = 8, dim = 2}}\npattern = 'causal()'\n{modifiers}")
     )
     weights = weights_of(layer, sample(1, 1, 1, 16).expand(1, 41, 16))[0, :, -1]
-    return float((weights[:, 0] / weights[:, -1]).min())
+    ratios = weights / weights[:, -1:]
+    return ratios[ratios[:, 0].argmin()].flip(0)
 
 
 def orders_of_layers(*, tokens: int = 256, model: int = 512) -> Outcome:
@@ -215,6 +231,7 @@ def orders_of_layers(*, tokens: int = 256, model: int = 512) -> Outcome:
         numbers["attention"] > numbers["gru"],
         corrected=counted and layers["GRU"].dearer == model + 1,
         **numbers,
+        figure=draw_flops(("self-attention", "GRU", "LSTM", "convolution"), model),
     )
 
 
@@ -223,12 +240,7 @@ def heads_share_weights(*, kv: int = 3) -> Outcome:
     share that key head.
     """
     layer = make_layer(design(model=12, heads=3, kv=kv))
-    x = sample(1, 1, 5, 12)
-    before = layer.head_outputs(x).detach()
-    parameters = dict(layer.named_parameters())
-    with torch.no_grad():
-        parameters["project.k"][:4] += 1.0
-    changed = (layer.head_outputs(x).detach() - before).abs().amax((0, 1, 3)) > 1e-9
+    changed = heads_by_key_head(kv)[:, 0] > 1e-9
     sizes = {"changed": int(changed.sum()), "parameters": costs.count_parameters(layer.spec)}
     counted = sum(parameter.numel() for parameter in layer.parameters())
     return judge(
@@ -236,6 +248,21 @@ def heads_share_weights(*, kv: int = 3) -> Outcome:
         corrected=sizes == {"changed": 1, "parameters": 4 * 12 * 12} and counted == 4 * 12 * 12,
         **sizes,
     )
+
+
+def heads_by_key_head(kv: int) -> Tensor:
+    """The largest change of the output of each of 3 heads if 1 is added to W_K of each key head."""
+    layer = make_layer(design(model=12, heads=3, kv=kv))
+    x = sample(1, 1, 5, 12)
+    before = layer.head_outputs(x).detach()
+    changes: list[Tensor] = []
+    for head in range(kv):
+        rows = layer.get_parameter("project.k")[4 * head : 4 * head + 4]
+        with torch.no_grad():
+            rows += 1.0
+            changes.append((layer.head_outputs(x) - before).abs().amax((0, 1, 3)))
+            rows -= 1.0
+    return torch.stack(changes, 1)
 
 
 # --- Section 1.1: the formula ---------------------------------------------------------------------
@@ -324,7 +351,12 @@ def learned_weights_are_fixed(*, kind: str = "random") -> Outcome:
     except ValueError as error:
         message = str(error)
     holds = change < 1e-12 < dense and message != "-"
-    return judge(holds, change=change, message=message)
+    named = {
+        f"{name}, input {seed}": weights_of(_learned_layer(kind), sample(seed, 1, 7, 16))[0, 0]
+        for name, kind in (("learned", kind), ("computed", "dense"))
+        for seed in (1, 2)
+    }
+    return judge(holds, change=change, message=message, figure=draw_grids(named, "key", "query"))
 
 
 def _learned_layer(kind: str = "random") -> Attention:

@@ -140,7 +140,8 @@ class Plot:
 
 @dataclass(frozen=True)
 class Bars:
-    """Stacked columns: `groups` has a height for each column, `texts` may label the boxes.
+    """Columns, stacked or side by side: `groups` has a height for each column, `texts` may label
+    the boxes.
 
     `marks` are texts at the top of a column: (column, text, colour).
     """
@@ -154,6 +155,8 @@ class Bars:
     texts: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     marks: Sequence[tuple[int, str, str]] = ()
     size: tuple[float, float] = (4.6, 3.6)
+    stacked: bool = True
+    references: Sequence[Reference] = ()
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,7 @@ class Links:
     weights: Mapping[str, Any]
     least: float = 0.05  # smaller weights are not drawn
     headings: tuple[str, str] = ("query", "key")
+    width: float = 4.6  # inches
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ..util.errors import SpecError
 from ..util.escaping import escape_svg
 from ..util.files import write_atomically
 from ..util.output_paths import FIGURE_FILE, FIGURE_METADATA, Existing, check_output
-from .data import Axis, Bars, Dendrogram, Figure, HeatMap, Links, Panel, Plot, Series
+from .data import Axis, Bars, Dendrogram, Figure, HeatMap, Links, Panel, Plot, Reference, Series
 from .text import format_count, is_light, spread_labels
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ FONT_SIZE = 8.0
 MARKERS = "os^Dv"
 DASHES: Sequence[Any] = ("-", (0, (5, 1.5)), (0, (1, 1.2)))  # for more lines than colours
 MAX_TICK_LABELS = 40  # on an axis of cells; with more, every second, third, ... has one
+TICK_INCHES = 0.13  # of a label on an axis of cells
 MAX_LABEL = 24  # characters of a label on an axis of cells
 SCALE_TICKS = (0.0, 0.01, 0.05, 0.2, 0.5, 1.0)  # values marked on the scale of heat maps
 DEFAULT_FONT = "DejaVu Sans"
@@ -287,7 +288,7 @@ def draw(figure: Figure, theme: Theme) -> Drawing:
 
 def _panel_size(panel: Panel) -> tuple[float, float]:
     if isinstance(panel, Links):
-        return 4.6, 0.21 * max(len(panel.left), len(panel.right)) + 1.5
+        return panel.width, 0.21 * max(len(panel.left), len(panel.right)) + 1.5
     if panel.size is not None:
         return panel.size
     if isinstance(panel, Dendrogram):
@@ -303,16 +304,7 @@ def _draw_plot(axes: Axes, plot: Plot, theme: Theme) -> None:
     _set_axis(axes, "y", plot.y)
     for number, series in enumerate(plot.series):
         _draw_series(axes, series, number, theme)
-    for reference in plot.references:
-        at = reference.at
-        is_level = reference.axis == "y"
-        line = axes.axhline if is_level else axes.axvline
-        line(at, color=theme.muted, lw=0.7, ls=(0, (4, 3)))
-        place = (0.0, at) if is_level else (at, 1.0)
-        system = ("axes fraction", "data") if is_level else ("data", "axes fraction")
-        style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 6.5}
-        label = name_undrawable(reference.label)
-        axes.annotate(label, place, xytext=(2, 2), xycoords=system, color=theme.muted, **style)
+    _draw_references(axes, plot.references, theme)
     axes.autoscale_view()
     for axis, get, put in (
         (plot.x, axes.get_xlim, axes.set_xlim),
@@ -326,6 +318,22 @@ def _draw_plot(axes: Axes, plot: Plot, theme: Theme) -> None:
         _name_ends(axes, plot.series, theme)
     elif plot.names and any(series.name for series in plot.series):
         axes.legend()
+
+
+def _draw_references(
+    axes: Axes, references: Sequence[Reference], theme: Theme, *, beside: bool = False
+) -> None:
+    """Draw lines across; the label of a level is inside the axes, or `beside` them."""
+    for reference in references:
+        at = reference.at
+        is_level = reference.axis == "y"
+        line = axes.axhline if is_level else axes.axvline
+        line(at, color=theme.muted, lw=0.7, ls=(0, (4, 3)))
+        place = (float(beside), at) if is_level else (at, 1.0)
+        system = ("axes fraction", "data") if is_level else ("data", "axes fraction")
+        style: dict[str, Any] = {"textcoords": "offset points", "fontsize": 6.5}
+        label = name_undrawable(reference.label)
+        axes.annotate(label, place, xytext=(2, 2), xycoords=system, color=theme.muted, **style)
 
 
 def _draw_series(axes: Axes, series: Series, number: int, theme: Theme) -> None:
@@ -396,19 +404,25 @@ def _name_ends(axes: Axes, series: Sequence[Series], theme: Theme) -> None:
 def _draw_bars(axes: Axes, bars: Bars, theme: Theme) -> None:
     places = range(len(bars.columns))
     bottoms = np.zeros(len(bars.columns))
-    most = max((sum(heights) for heights in zip(*bars.groups.values(), strict=True)), default=1.0)
+    total = sum if bars.stacked else max
+    most = max((total(heights) for heights in zip(*bars.groups.values(), strict=True)), default=1.0)
+    wide = 0.86 if bars.stacked else 0.8 / len(bars.groups)
     for number, (name, heights) in enumerate(bars.groups.items()):
         colour = theme.colour(bars.colours.get(name, ""), number)
         edge: dict[str, Any] = {"edgecolor": theme.background, "lw": 0.6}
         label = name_undrawable(name)
-        axes.bar(places, heights, 0.86, bottoms, color=colour, label=label, **edge)
+        shift = 0.0 if bars.stacked else (number - (len(bars.groups) - 1) / 2) * wide
+        axes.bar(np.add(places, shift), heights, wide, bottoms, color=colour, label=label, **edge)
         ink = "#000000" if is_light(colour) else "#FFFFFF"
         texts = bars.texts.get(name, ())
         for place, height, text in zip(places, heights, texts, strict=False):
-            if height >= 0.028 * most:
+            if not bars.stacked:
+                axes.text(place + shift, height, text, ha="center", va="bottom", fontsize=7)
+            elif height >= 0.028 * most:
                 middle = float(bottoms[place]) + height / 2
                 axes.text(place, middle, text, ha="center", va="center", fontsize=6, color=ink)
-        bottoms += np.asarray(heights, dtype=float)
+        bottoms += np.asarray(heights, dtype=float) * bars.stacked
+    _draw_references(axes, bars.references, theme, beside=True)
     above = dict.fromkeys(places, 0)
     for place, text, colour in bars.marks:
         above[place] += 1
@@ -418,6 +432,8 @@ def _draw_bars(axes: Axes, bars: Bars, theme: Theme) -> None:
     axes.set(xlabel=name_undrawable(bars.x_label), ylabel=name_undrawable(bars.y_label))
     if not bars.texts:
         axes.legend()
+    elif not bars.stacked and len(bars.groups) > 1:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
 
 
 def _draw_heat_map(axes: Axes, panel: HeatMap, theme: Theme) -> None:
@@ -446,8 +462,10 @@ def _draw_heat_map(axes: Axes, panel: HeatMap, theme: Theme) -> None:
     for row, column in panel.marked:
         frame: dict[str, Any] = {"fill": False, "edgecolor": theme.palette[1], "lw": 1.1}
         axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **frame))
-    for axis, labels, turn in ((axes.xaxis, panel.columns, 90), (axes.yaxis, panel.rows, 0)):
-        shown = range(0, len(labels), math.ceil(len(labels) / MAX_TICK_LABELS) or 1)
+    sides = ((axes.xaxis, panel.columns, 90), (axes.yaxis, panel.rows, 0))
+    for (axis, labels, turn), inches in zip(sides, _panel_size(panel), strict=True):
+        most = min(MAX_TICK_LABELS, int(inches / TICK_INCHES))
+        shown = range(0, len(labels), math.ceil(len(labels) / most) or 1)
         rotation = 0 if max(map(len, labels), default=0) <= 2 else turn
         axis.set_ticks(
             list(shown), [_shorten(labels[n]) for n in shown], rotation=rotation, fontsize=6

@@ -80,9 +80,10 @@ def serve_page(
     host: str = "127.0.0.1",
     port: int = 0,
     open_browser: bool = True,
+    screen: str = "",
 ) -> None:
     """Serve the page until interrupted; port 0 is a free one. Calls `announce` with one line, the
-    address.
+    address, which ends in that of a `screen` if there is one.
     """
     from .export_files import load_assets
     from .server import ServerAddress, serve
@@ -90,9 +91,10 @@ def serve_page(
     load_assets()  # a page that is not built is reported before anything starts
 
     def on_start(address: ServerAddress) -> None:
-        announce(f"{opened.name}: {address.url}  (Ctrl+C stops it)")
+        url = f"{address.url}&{screen}" if screen else address.url
+        announce(f"{opened.name}: {url}  (Ctrl+C stops it)")
         if open_browser and has_browser():  # the socket listens already
-            threading.Thread(target=webbrowser.open, args=(address.url,), daemon=True).start()
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
     serve(opened, host=host, port=port, allow_remote=True, on_start=on_start)
 

@@ -78,6 +78,9 @@ export const showsTable = {
 };
 keepInUrl("table", showsTable, toFlag);
 /** The text that the model reads, its source, and the model or trace; "" is what the server was started with. */
+/** The entry of `headwise learn` that the address came from, such as 003-2.2. */
+export const learnEntry = urlSignal("learn", "", (text) => (/^00\d-[\w.]+$/.test(text) ? text : ""));
+
 export const openText = urlSignal("text", "", toText, "work");
 export const openSource = urlSignal("source", "", toText, "work");
 export const openName = urlSignal("open", "", toText, "work");

@@ -4,7 +4,7 @@ import type { ComponentChildren, JSX } from "preact";
 import { useEffect, useRef } from "preact/hooks";
 import { measureHeads, reopenAddress, setAblated, shownTexts } from "../actions";
 import { isTextKey, say, t, type TextKey } from "../i18n";
-import { doc, headCount, headName, isDark, isMeasuring, job, jobError, language, measures, overlay, screen, SCREENS, sites, source, theme, type ScreenId } from "../state";
+import { doc, headCount, headName, isDark, isMeasuring, job, jobError, language, learnEntry, measures, overlay, screen, SCREENS, sites, source, theme, type ScreenId } from "../state";
 import { otherWindow } from "../source";
 import { Button, ErrorNote, Icon } from "./basics";
 import { Inspector } from "./inspector";
@@ -32,6 +32,7 @@ export function Shell({ children }: { children: ComponentChildren }): JSX.Elemen
       <Rail />
       <main class="main" id="main" tabIndex={-1}>
         <JobNotes />
+        <LearnNote />
         <AblatedNote />
         <OtherWindowNote />
         {children}
@@ -152,6 +153,20 @@ function AblatedNote(): JSX.Element | null {
       <span class="t3 sm hide-s">{t("off.hint")}</span>
       <a class="btn" href="#/lab" onClick={(event) => openScreen(event, "lab")}>{t("off.lab")}</a>
       <Button onClick={() => setAblated([])}>{t("off.restore")}</Button>
+    </p>
+  );
+}
+
+/** The way back to the entry of `headwise learn` whose link opened the page. */
+function LearnNote(): JSX.Element | null {
+  const entry = learnEntry.value;
+  if (!entry) return null;
+  return (
+    <p class="note" data-testid="learn-entry">
+      <span class="b">{t("learn.shows", { entry })}</span>
+      <code class="command">headwise learn {entry}{language.value === "zh" ? " --lang zh" : ""}</code>
+      <span class="grow" />
+      <Button onClick={() => (learnEntry.value = "")}>{t("keys.close")}</Button>
     </p>
   );
 }

@@ -20,6 +20,7 @@ export const frameTexts = {
   "bar.light": ["Light theme", "浅色主题"],
   "bar.language": ["中文", "English"],
   "bar.export": ["Export", "导出"],
+  "learn.shows": ["From the statement {entry}; its run and its verdict:", "来自论断 {entry}；它的运行与结论："],
   "nav.screens": ["Screens", "页面"],
   "table.show": ["Table", "表格"],
   "table.part": ["{shown} of {count} rows", "共 {count} 行，显示 {shown} 行"],
