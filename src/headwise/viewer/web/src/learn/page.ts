@@ -213,6 +213,17 @@ function addCopyButtons(): void {
   }
 }
 
+/** What is wider than its box can be scrolled by keyboard; browsers differ in whether they allow that by themselves. */
+function focusScrolled(): void {
+  for (const box of document.querySelectorAll<HTMLElement>(".scroll, .formula, pre")) {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
+  }
+}
+
 for (const figure of document.querySelectorAll<HTMLElement>("[data-slider]")) new Slider(figure);
 trackReading();
+focusScrolled();
+addEventListener("resize", focusScrolled);
+document.addEventListener("toggle", focusScrolled, true); // a source or an answer was opened
 addCopyButtons();
