@@ -26,9 +26,10 @@ from .parts.latent_attention import MLAProjection
 from .parts.linear_projection import LinearProjection, ValueProjection
 from .parts.merges import ConcatMerge
 from .parts.mixture_of_heads import MixtureOfHeads
+from .parts.multi_token_attention import KeyQueryConvolution
 from .parts.overlapping_heads import Overlapping
 from .parts.relative_position_bias import ContinuousBias
-from .parts.rms_norms import QKNorm
+from .parts.rms_norms import HeadNorm, QKNorm
 from .parts.rotary_embedding import Rotary
 from .parts.selective_attention import SelectiveAttention
 from .parts.softmax import ScalableSoftmax, SinkSoftmax, Softmax, Softpick, WeightDropout
@@ -498,6 +499,18 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
         "opens a gate for (2405.18719).",
         **CAUSAL,
         modifiers=(ContextualPositions(),),
+    ),
+    "mta": _preset(
+        "Multi-token attention: scores are convolved over 6 queries and 11 keys, and weights mixed "
+        "over heads (2504.00927).\n\n"
+        "The released configurations convolve in every fourth layer only, from the third on.",
+        **CAUSAL,
+        modifiers=(
+            Rotary(),
+            KeyQueryConvolution(),
+            TalkingHeads(on="weights"),
+            HeadNorm(rescale="depth"),
+        ),
     ),
     "average": _preset(
         "Causal average of the values, in constant memory: the averaging branch of merged "

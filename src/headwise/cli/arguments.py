@@ -34,7 +34,7 @@ BAD_INPUT = 2  # exit code for invalid arguments or input
 PRESET_NAMES = (
     "mha gqa mqa mla moh moh_vit dcmha mohsa collaborative talking diff diff2 entmax linear "
     "performer longformer longformer_dilated streaming_retrieval bigbird kha gated sinks ssmax "
-    "softpick stick_breaking forgetting selective cope average"
+    "softpick stick_breaking forgetting selective cope mta average"
 )
 PRESETS = PRESET_NAMES.split()
 DESCRIPTION_SUFFIXES = (".toml", ".json")  # specs and models without weights
@@ -118,7 +118,7 @@ class SpecOptions(Options):
     SPEC  a preset (mha, gqa, mqa, mla, moh, moh_vit, dcmha, mohsa, collaborative, talking, diff,
         diff2, entmax, linear, performer, longformer, longformer_dilated, streaming_retrieval,
         bigbird, kha, gated, sinks, ssmax, softpick, stick_breaking, forgetting, selective, cope,
-        average), a .toml, .json or .gguf file, a folder, a Hub id (org/name), or - for stdin
+        mta, average), a .toml, .json or .gguf file, a folder, a Hub id (org/name), or - for stdin
     --model WIDTH  model width of the preset
     --heads COUNT  number of query heads of the preset
     --set KEY=VALUE  change a field, as in heads.kv=4 or pattern='window(256)'; repeatable

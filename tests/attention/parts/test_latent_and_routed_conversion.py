@@ -24,6 +24,7 @@ NO_LATENT = {
     "DifferentialV",
     "FeatureMap",
     "Gaussian",
+    "KeyQueryConvolution",
     "KnockingHead",
     "MLAProjection",
     "Overlapping",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,8 +54,8 @@ def contextual_scores(qk: Tensor, x: Tensor, q: Tensor, state: State) -> Tensor:
 
 
 def selective_scores(qk: Tensor, x: Tensor, q: Tensor, state: State) -> Tensor:
-    """QK^T / sqrt(d) - F with F_ij = sum of S_kj over k < i (2410.02703, section 3): S is the ReLU of
-    the first head's causal scores, zero on its diagonal and in its first column.
+    """QK^T / sqrt(d) - F with F_ij = sum of S_kj over k < i (2410.02703, section 3): S is the ReLU
+    of the first head's causal scores, zero on its diagonal and in its first column.
     """
     scores = qk.clone()
     for i in range(TOKENS):
@@ -64,11 +65,30 @@ def selective_scores(qk: Tensor, x: Tensor, q: Tensor, state: State) -> Tensor:
     return scores
 
 
+def convolved_scores(qk: Tensor, x: Tensor, q: Tensor, state: State) -> Tensor:
+    """Conv2d of the scores with 0 above the diagonal (2504.00927, section 3), written as its sum;
+    the last row and the middle column of a kernel belong to the pair itself.
+    """
+    kernel = state["key_query_convolution.kernel"]
+    c_q, c_k = kernel.shape[1:]
+    masked = qk.tril()
+    scores = torch.zeros_like(qk)
+    for i in range(TOKENS):
+        for j in range(i + 1):
+            for m in range(c_q):
+                for n in range(c_k):
+                    row, column = i + m - (c_q - 1), j + n - c_k // 2
+                    if row >= 0 and 0 <= column < TOKENS:
+                        scores[:, i, j] += kernel[:, m, n] * masked[:, row, column]
+    return scores
+
+
 Formula = Callable[[Tensor, Tensor, Tensor, State], Tensor]
 STEPS: dict[str, tuple[RowStep, Formula]] = {
     "ForgetGate": (hw.parts.ForgetGate(), forgetting_scores),
     "ContextualPositions": (hw.parts.ContextualPositions(4), contextual_scores),
     "SelectiveAttention": (hw.parts.SelectiveAttention(), selective_scores),
+    "KeyQueryConvolution": (hw.parts.KeyQueryConvolution(3, 5), convolved_scores),
 }
 
 
@@ -127,8 +147,9 @@ def test_a_long_text_is_computed_in_linear_memory(name: str):
     assert long / short <= 2.2 < 3 < saved_bytes(layer, 1024) / saved_bytes(layer, 512)
 
 
-def test_blocks_and_cached_chunks_carry_selections_across_their_ends():
-    layer = make_layer("SelectiveAttention", "dense")
+@pytest.mark.parametrize("name", ["SelectiveAttention", "KeyQueryConvolution"])
+def test_blocks_and_cached_chunks_read_what_is_before_them(name: str):
+    layer = make_layer(name, "dense")
     x = torch.randn(2, 300, WIDTH, dtype=torch.float64)
     expected = layer(x)
     layer.backend_name = "chunked"
@@ -137,6 +158,18 @@ def test_blocks_and_cached_chunks_carry_selections_across_their_ends():
     cache = layer.cache(batch=2, capacity=300)
     ours = decode_in_chunks(layer, x, (140, 1, 159), cache)
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("depth", [0, 7])
+def test_the_norm_of_multi_token_attention_shrinks_with_depth(depth: int):
+    spec = hw.design(preset="mta", model=WIDTH, heads=HEADS).at_depth(depth, 8)
+    modifiers = (*spec.modifiers[:-1], hw.parts.HeadNorm())
+    layer = hw.Attention(spec).double()
+    plain = hw.Attention(replace(spec, modifiers=modifiers)).double()
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
+    initial_lambda = 0.8 - 0.6 * math.exp(-0.3 * depth)
+    torch.testing.assert_close(layer(x), (1 - initial_lambda) * plain(x))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -153,14 +186,26 @@ def test_a_step_refuses_keys_without_order(name: str, case: str):
         hw.design(model=WIDTH, heads=HEADS, modifiers=(STEPS[name][0],), **options)
 
 
-def test_selection_refuses_what_it_is_not_defined_for():
-    step = hw.parts.SelectiveAttention()
+@pytest.mark.parametrize("name", ["SelectiveAttention", "KeyQueryConvolution"])
+def test_a_step_over_raw_scores_refuses_what_it_is_not_defined_for(name: str):
+    step = STEPS[name][0]
     words: dict[str, Any] = {"model": WIDTH, "heads": HEADS}
-    with pytest.raises(hw.SpecError, match="must be a key of every query"):
+    with pytest.raises(hw.SpecError, match=r"unlike in window\(4\)|window\(4\) may hide"):
         hw.design(**words, pattern="window(4)", modifiers=(step,))
     with pytest.raises(hw.SpecError, match="write it before Softcap"):
         hw.design(**words, pattern="causal", modifiers=(hw.parts.Softcap(5.0), step))
     assert hw.design(**words, pattern="causal", modifiers=(step, hw.parts.Softcap(5.0)))
+
+
+def test_a_convolution_starts_as_plain_attention():
+    words: dict[str, Any] = {"model": WIDTH, "heads": HEADS, "pattern": "causal"}
+    layer = hw.Attention(hw.design(**words, modifiers=(hw.parts.KeyQueryConvolution(),))).double()
+    plain = hw.Attention(hw.design(**words)).double()
+    plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), plain(x))
+    with pytest.raises(hw.SpecError, match="has no middle key"):
+        hw.design(**words, modifiers=(hw.parts.KeyQueryConvolution(keys=4),))
 
 
 def test_a_head_that_selects_is_kept_for_the_others():

@@ -185,7 +185,7 @@ def test_values_that_look_alike_stay_apart():
 def test_presets_come_back_and_can_be_changed(name: str):
     spec = hw.design(preset=name)
     check_comes_back(spec)
-    pattern = hw.patterns.Causal() if name == "selective" else hw.patterns.Window(3)
+    pattern = hw.patterns.Causal() if name in ("selective", "mta") else hw.patterns.Window(3)
     changed = hw.design(preset=name, model=56, heads=14, pattern=pattern.text)
     assert (changed.model, len(changed.score_head_of_output)) == (56, 14)
     assert changed.pattern == pattern

@@ -30,7 +30,12 @@ from support.layer_cases import check_close
 MODEL, HEADS, WORDS = 16, 4, 11
 # An encoder-decoder has the layers of the other kinds; these alone for presets that differ in keys,
 # values or pattern.
-CAUSAL_PRESETS = ("forgetting", "selective", "cope")  # not defined for later keys or a source
+CAUSAL_PRESETS = (
+    "forgetting",
+    "selective",
+    "cope",
+    "mta",
+)  # not defined for later keys or a source
 PRESET_KINDS = [
     (preset, "decoder" if preset in CAUSAL_PRESETS else "encoder-decoder") for preset in PRESETS
 ]

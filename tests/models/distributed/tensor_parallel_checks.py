@@ -318,7 +318,7 @@ def decoding() -> None:
     assert cache.nbytes * 2 > net.cache(batch=3, capacity=7).nbytes
 
 
-MIXED = ("dcmha", "talking", "selective")  # every head of these needs every other
+MIXED = ("dcmha", "talking", "selective", "mta")  # every head of these needs every other
 
 
 def run_requested(folder: Path) -> dict[str, str | None]:

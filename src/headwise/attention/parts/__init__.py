@@ -6,9 +6,9 @@ and keys: `rotary_embedding`, `rms_norms`. Similarity: `dot_product` with additi
 and the soft cap, `feature_map` with its normaliser. Scores: `relative_position_bias` (tables, Shaw,
 continuous), `talking_heads` (and knocking heads), `dynamic_composition`, `synthesizer` (and average
 attention); of all keys of a query together: `forgetting_attention`, `contextual_positions`,
-`selective_attention`. Normalisers: `softmax` (with sinks, by length, softpick, sigmoid; dropout on
-weights), `entmax`, `stick_breaking`. Outputs and gates: `differential`, `gated_attention` (and
-hard-concrete gates), `mixture_of_heads`. Merges: `merges`.
+`selective_attention`, `multi_token_attention`. Normalisers: `softmax` (with sinks, by length,
+softpick, sigmoid; dropout on weights), `entmax`, `stick_breaking`. Outputs and gates:
+`differential`, `gated_attention` (and hard-concrete gates), `mixture_of_heads`. Merges: `merges`.
 Shared by parts: `initialisers` of parameters.
 """
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .linear_projection import LinearProjection, ValueProjection
     from .merges import ConcatMerge, SumMerge
     from .mixture_of_heads import MixtureOfHeads, convert_to_mixture_of_heads
+    from .multi_token_attention import KeyQueryConvolution
     from .overlapping_heads import Overlapping
     from .relative_position_bias import Alibi, ContinuousBias, Shaw, ShawValues, T5Bias
     from .rms_norms import HeadNorm, QKNorm

@@ -4,8 +4,10 @@ head's output.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -139,7 +141,8 @@ class HeadNorm(OutputStep):
 
     This is the norm of differential attention (2410.05258) as a separate part. scope="shared": one
     weight w of vdim numbers for all heads, as in its released code; scope="head": one per output
-    head, as in a group norm (2307.08621).
+    head, as in a group norm (2307.08621). rescale="depth" multiplies by 1 - l0, where l0 = 0.8 -
+    0.6 exp(-0.3 depth) and depth counts layers from 0, as in multi-token attention (2504.00927).
 
     >>> import torch
     >>> HeadNorm().transform_outputs(
@@ -151,7 +154,10 @@ class HeadNorm(OutputStep):
     paper = "2410.05258"
     scope: str = "shared"
     eps: float = 1e-5
-    field_choices: ClassVar = {"scope": ("shared", "head")}
+    rescale: str = "none"
+    depth: int = 0
+    field_choices: ClassVar = {"scope": ("shared", "head"), "rescale": ("none", "depth")}
+    field_minima: ClassVar = {"depth": 0}
     positive_fields: ClassVar = ("eps",)
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
@@ -166,6 +172,9 @@ class HeadNorm(OutputStep):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         return {"scale": weight("vdim" if self.scope == "shared" else "out vdim", ones_init)}
 
+    def at_depth(self, layer: int, layers: int) -> Self:
+        return replace(self, depth=layer) if self.rescale == "depth" else self
+
     def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
         of_scale = SymmetryGroup.commuting_with_scales(
             p["scale"].reshape(-1, spec.heads.vdim).T.tolist()
@@ -173,9 +182,13 @@ class HeadNorm(OutputStep):
         return of_scale if side == "v" else super().symmetry(spec, side, p)
 
     def transform_outputs(self, o_BTRV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
-        return F.rms_norm(o_BTRV, o_BTRV.shape[-1:], eps=self.eps) * p["scale"]
+        normed = F.rms_norm(o_BTRV, o_BTRV.shape[-1:], eps=self.eps) * p["scale"]
+        if self.rescale == "none":
+            return normed
+        return normed * (0.2 + 0.6 * math.exp(-0.3 * self.depth))
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), pattern="causal", kv=2, vdim=5)
         yield base(modifiers=(cls(scope="head", eps=1e-2),), vdim=5)
+        yield base(modifiers=(cls(rescale="depth", depth=3),))
