@@ -16,8 +16,9 @@ import copy
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -291,50 +292,64 @@ def biases(experiment: Experiment) -> dict[str, Any]:
     return found | correct(compared)
 
 
-def ensemble(experiment: Experiment) -> dict[str, Any]:
-    """Loss of a model with 4 heads, also without one of them, and of an ensemble of 4 models with
-    one head and half the width, whose probabilities are averaged, also without one of them.
+def mean_log_probs(members: Sequence[Tensor]) -> Tensor:
+    """Log of the mean probabilities of several models."""
+    return torch.stack([*members]).logsumexp(0) - math.log(len(members))
+
+
+def without_head(model: Model, head: int, heads: int) -> Model:
+    """A copy in which one head of each layer adds nothing."""
+    ablated = copy.deepcopy(model)
+    for block in ablated.blocks:
+        block.attention.get_parameter("output.o").unflatten(-1, (heads, -1))[:, head] = 0.0
+    return ablated
+
+
+def measure_ensemble(
+    experiment: Experiment, arms: tuple[Arm, Arm], rates: list[float], seed: int
+) -> dict[str, Any]:
+    """Losses of a model of the first arm, and of an ensemble of as many models of the second arm as
+    the first has heads; and without one of its heads or of its models.
     """
-    whole = Arm()
-    part = Arm(model=whole.model // 2, heads=1)
-    rates = [experiment.tune(arm) for arm in (whole, part)]
+    whole, part = arms
+    model = experiment.train_model(whole, rates[0], seed)
+    members = [experiment.train_model(part, rates[1], 100 * seed + n) for n in range(whole.heads)]
+    rows = experiment.test[: 64 * (LENGTH + 1)].unflatten(0, (64, LENGTH + 1))
+    ids = rows[:, :-1]
+    target = rows[:, 1:].flatten()
 
-    def measure(seed: int) -> dict[str, Any]:
-        model = experiment.train_model(whole, rates[0], seed)
-        members = [
-            experiment.train_model(part, rates[1], 100 * seed + n) for n in range(whole.heads)
-        ]
-        rows = experiment.test[: 64 * (LENGTH + 1)].unflatten(0, (64, LENGTH + 1))
-        ids = rows[:, :-1]
-        target = rows[:, 1:].flatten()
+    def loss(log_probs: Tensor) -> float:
+        return float(F.nll_loss(log_probs.flatten(0, 1), target))
 
-        def loss(log_probs: Tensor) -> float:
-            return float(F.nll_loss(log_probs.flatten(0, 1), target))
+    outputs = [member(ids).log_softmax(-1) for member in members]
+    ablated = [without_head(model, head, whole.heads) for head in range(whole.heads)]
+    rest = [[*outputs[:n], *outputs[n + 1 :]] for n in range(whole.heads)]
+    return {
+        "test": loss(model(ids).log_softmax(-1)),
+        "ensemble": loss(mean_log_probs(outputs)),
+        "member": float(np.mean([loss(one) for one in outputs])),
+        "without_head": float(np.mean([loss(one(ids).log_softmax(-1)) for one in ablated])),
+        "without_member": float(np.mean([loss(mean_log_probs(one)) for one in rest])),
+        "parameters": sum(map(torch.numel, model.parameters())),
+        "parameters_ensemble": sum(
+            one.numel() for member in members for one in member.parameters()
+        ),
+    }
 
-        def mean(chosen: list[Tensor]) -> Tensor:
-            return torch.stack(chosen).logsumexp(0) - math.log(len(chosen))
 
-        outputs = [member(ids).log_softmax(-1) for member in members]
-        without_head: list[float] = []
-        for head in range(whole.heads):
-            ablated = copy.deepcopy(model)
-            for block in ablated.blocks:
-                matrix = block.attention.get_parameter("output.o")
-                matrix.unflatten(-1, (whole.heads, -1))[:, head] = 0.0
-            without_head.append(loss(ablated(ids).log_softmax(-1)))
-        without_member = [loss(mean([*outputs[:n], *outputs[n + 1 :]])) for n in range(whole.heads)]
-        numbers = [sum(map(torch.numel, one.parameters())) for one in (model, *members)]
-        return {
-            "test": loss(model(ids).log_softmax(-1)),
-            "ensemble": loss(mean(outputs)),
-            "member": float(np.mean([loss(one) for one in outputs])),
-            "without_head": float(np.mean(without_head)),
-            "without_member": float(np.mean(without_member)),
-            "parameters": numbers[0],
-            "parameters_ensemble": sum(numbers[1:]),
-        }
-
-    cells = [experiment.store(["ensemble", seed], lambda n=seed: measure(n)) for seed in SEEDS]
+def ensemble(experiment: Experiment) -> dict[str, Any]:
+    """Loss of a model with 4 heads, also without one head of each layer, and of an ensemble of 4
+    models with one head and half the width, whose probabilities are averaged, also without one of
+    them.
+    """
+    arms = (Arm(), Arm(model=Arm().model // 2, heads=1))
+    rates = [experiment.tune(arm) for arm in arms]
+    cells = [
+        experiment.store(
+            ["ensemble", seed], partial(measure_ensemble, experiment, arms, rates, seed)
+        )
+        for seed in SEEDS
+    ]
     names = ("test", "ensemble", "member", "without_head", "without_member")
     means = {name: float(np.mean(column(cells, name))) for name in names}
     sizes = {name: cells[0][name] for name in ("parameters", "parameters_ensemble")}
