@@ -47,6 +47,7 @@ SEAMS |= {
     "weighted_values",
     "query_factors",
     "key_factors",
+    "change_rows",
     "attend",
     "project_heads",
     "transform_outputs",
