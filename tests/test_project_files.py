@@ -195,6 +195,13 @@ def test_the_site_builds_without_warnings(tmp_path: Path):
         (tmp_path / "site" / name).read_text("utf-8") for name in ("index.html", "api.html")
     )
     assert 'href="heads.html"' in front
+    course = tmp_path / "site" / "course"
+    for language, ending in (("en", ".html"), ("zh", ".zh.html")):
+        start = (course / f"index{ending}").read_text("utf-8")
+        assert f'href="course/index{ending}"' in front
+        for document in ("000", "001", "002", "003", "004"):
+            assert f'href="{document}{ending}"' in start
+            assert f'<html lang="{language}"' in (course / f"{document}{ending}").read_text("utf-8")
     assert "&gt;&gt;&gt;" not in re.sub(r"<pre>.*?</pre>", "", api, flags=re.DOTALL)
     assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
     assert not re.search(r"(src|href)=\"https?://[^\"]*(googleapis|cdn|unpkg)", front)

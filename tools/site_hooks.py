@@ -1,5 +1,5 @@
-"""Hooks of mkdocs: pages of the repository's root become pages of the site, and docstrings become
-Markdown.
+"""Hooks of mkdocs: pages of the repository's root become pages of the site, docstrings become
+Markdown, and the pages of `headwise learn` are added.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import griffe
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Link, Navigation, Section
 
 ROOT = Path(__file__).resolve().parents[1]
 # Files of the root by their name in the site. The READMEs are the first page in English and in
@@ -20,6 +21,11 @@ ROOT_PAGES = {
     "SECURITY.md": "SECURITY.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
+}
+COURSE = "course"  # folder of the pages of `headwise learn` in the site
+COURSE_PAGES = {
+    "Concepts": ("The five documents", "index.html"),
+    "中文": ("五篇文档", "index.zh.html"),
 }
 DOCTEST = re.compile(r"^>>> .*?(?=^\s*$|\Z)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[([^\]\[]+)\]\(([^)\s]+)\)")
@@ -46,6 +52,29 @@ def on_files(files: Files, config: Any) -> Files:
         text = (ROOT / source).read_text(encoding="utf-8").replace("docs/img/", "img/")
         files.append(File.generated(config, target, content=adapt_links(text)))
     return files
+
+
+def on_nav(nav: Navigation, **_: Any) -> Navigation:
+    """Add the start pages of the documents, which `on_post_build` makes."""
+    for section in nav.items:
+        if isinstance(section, Section) and section.title in COURSE_PAGES:
+            title, name = COURSE_PAGES[section.title]
+            section.children.append(Link(title, f"{COURSE}/{name}"))
+    return nav
+
+
+def on_post_build(config: Any) -> None:
+    """Run every entry of `headwise learn`, and write its pages in both languages as one folder
+    that also works without a network.
+    """
+    from headwise.learn.catalogue import load_documents
+    from headwise.learn.document_page import DocumentPages
+
+    folder = Path(config.site_dir) / COURSE
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = DocumentPages(load_documents(), "en")
+    for _ in pages.write(folder, in_course=True):
+        pass
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
