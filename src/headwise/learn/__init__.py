@@ -13,7 +13,8 @@ The runs of each document are in one or more modules, with texts in a .toml file
 `attention_mechanism`, `attention_comparison` and `misconceptions` (003), and `kernel_lookup` (004).
 `stored_findings` reads the stored results of studies and of measured models: claims, strip
 pictures, and runs of entries of all documents; `layer_experiments` has further runs on layers,
-`attention_positions` those on positions.
+`attention_positions` those on positions, and
+`view_links` has links to screens of `headwise view`.
 `language` holds the language of the texts. `measured_layers` makes the random inputs and layers of
 the runs, and the layers of the comparison tables of 000 and 003; `translator_runs` runs the bundled
 translator over held-out texts. `sample_tour` is `headwise demo`, and `language_model_tour` the same

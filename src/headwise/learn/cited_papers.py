@@ -63,8 +63,8 @@ def residual_by_layers(
     pattern: str, *, norm: bool, layers: int = 16, values: str = "random"
 ) -> dict[int, float]:
     """||X - 1 x^T|| / ||X|| of 32 random tokens after each layer of attention alone, without
-    residual connections. W_V of each layer is "random", "orthogonal", or "centred": the projection that
-    removes the mean of the layer's outputs; W_O is then the identity.
+    residual connections. W_V of each layer is "random", "orthogonal", or "centred": the projection
+    that removes the mean of the layer's outputs; W_O is then the identity.
     """
     x = sample(0, 32, 64)
     residuals = {0: rank_one_residual(x)}
@@ -396,7 +396,7 @@ def heads_removed_alone(*, limit: float = 0.1, trained: bool = True) -> Outcome:
         figure=draw_curves(
             {"without one head": dict(enumerate(sorted(alone, reverse=True), 1))},
             "head, by its divergence",
-            "nats per token",
+            "divergence per token",
             log="y",
             levels={"limit": limit, "without any head": without_all},
         ),

@@ -1,5 +1,5 @@
-"""Figures of the runs: matrices with their numbers or as shades, lines of heads over a sentence, the
-heads left of each class, curves, and bars or points of the numbers of a run.
+"""Figures of the runs: matrices with their numbers or as shades, lines of heads over a sentence,
+the heads left of each class, curves, and bars or points of the numbers of a run.
 """
 
 from __future__ import annotations
