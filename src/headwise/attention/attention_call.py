@@ -17,7 +17,7 @@ from . import backends
 from .backends import CallSignature, CoreDispatch, HeadGroupDispatch, PackedDispatch, varlen
 from .bound_parts import BoundParts
 from .cache import HeadGroupCache, KVCache, PagedCache, ProjectedSource
-from .interfaces import Project
+from .interfaces import Project, RowStep
 from .interfaces.core_types import ParallelContext, Phase, Probe
 from .masking.patterns import Full
 from .masking.sequence_info import SequenceInfo
@@ -223,6 +223,11 @@ def check_options(spec: AttentionSpec, arguments: AttentionArguments, spans: int
         cache.check_input(spec, x)
     if sequence is not None:
         _check_sequence("x", x, sequence)
+        if spec.depends_on_key_order and not sequence.in_order:
+            raise ValueError(
+                "this layer sums over keys in order, but positions of `sequence` fall within a "
+                "segment; sort the tokens of each segment by position"
+            )
     if mask is not None:
         check_mask(spec, mask, x, source, cache, spans)
     if probe is not None:
@@ -298,6 +303,12 @@ def check_mask(
             "may be read, as "
             f"torch.bool [{expected[0]} or 1, {expected[1]} or 1, {expected[2]} or 1, "
             f"{expected[3]} or 1] on {x.device}"
+        )
+    steps = [type(step).__name__ for _, step in spec.parts_of(RowStep) if step.needs_one_mask]
+    if steps and mask.shape[1] != 1:
+        raise ValueError(
+            f"{steps[0]} needs one mask for all heads, but mask is {tuple(mask.shape)}; give one "
+            "with 1 in the place of the heads"
         )
 
 

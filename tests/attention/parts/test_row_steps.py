@@ -15,6 +15,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.attention.interfaces import RowStep
+from headwise.attention.masking.sequence_info import SequenceInfo
 from support.layer_checks import decode_in_chunks, layer_gradients, saved_bytes
 
 TOKENS, WIDTH, HEADS, DIM = 11, 24, 3, 8
@@ -158,6 +159,64 @@ def test_blocks_and_cached_chunks_read_what_is_before_them(name: str):
     cache = layer.cache(batch=2, capacity=300)
     ours = decode_in_chunks(layer, x, (140, 1, 159), cache)
     torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", [None, "chunked"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_fresh_text_beside_one_with_a_cache_reads_its_own_past(name: str, backend: str | None):
+    """8 slots for 8 new tokens: as many queries as keys, although a text has earlier tokens."""
+    layer = make_layer(name, backend)
+    texts = torch.randn(2, 8, WIDTH, dtype=torch.float64)
+    cache = layer.cache(batch=2, capacity=8)
+    layer(texts[:, :6], sequence=SequenceInfo.from_batch(texts[:, :6], lengths=[6, 0]), cache=cache)
+    new = torch.stack([texts[0].roll(2, 0), texts[1]])
+    position = torch.stack([torch.tensor([6, 7, 0, 0, 0, 0, 0, 0]), torch.arange(8)])
+    segment = torch.tensor([[0] * 2 + [-1] * 6, [0] * 8])
+    ours = layer(new, sequence=SequenceInfo(position, segment), cache=cache)
+    expected = layer(texts)
+    torch.testing.assert_close(ours[0, :2], expected[0, 6:], rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(ours[1], expected[1], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_mask_of_the_caller_hides_tokens_also_from_the_step(name: str):
+    """As if the hidden tokens were not there."""
+    layer = make_layer(name, "dense")
+    x = torch.randn(1, 140, WIDTH, dtype=torch.float64)
+    real = torch.arange(140) >= 3
+    mask = real.expand(1, 1, 140, 140)
+    position = torch.arange(140)[None] - 3
+    expected = layer(x, sequence=SequenceInfo(position.clamp(min=0), real.long()[None] - 1))
+    torch.testing.assert_close(layer(x, mask=mask)[:, 3:], expected[:, 3:], rtol=1e-9, atol=1e-10)
+
+
+def test_positions_out_of_order_are_refused():
+    for preset in ("forgetting", "cope", "selective", "mta", "stick_breaking"):
+        layer = hw.Attention(hw.design(preset=preset, model=WIDTH, heads=HEADS))
+        x = torch.randn(1, 4, WIDTH)
+        layer(x, sequence=SequenceInfo(torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]])))
+        fallen = SequenceInfo(torch.tensor([[0, 2, 1, 3]]), torch.zeros(1, 4, dtype=torch.long))
+        for sequence in (fallen, fallen.to("cpu"), fallen.rows(slice(0, 1))):
+            with pytest.raises(ValueError, match="sort the tokens of each segment by position"):
+                layer(x, sequence=sequence)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_mask_for_each_head(name: str):
+    layer = make_layer(name, "dense")
+    x = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
+    mask = torch.rand(1, HEADS, TOKENS, TOKENS) < 0.8
+    if name in ("SelectiveAttention", "KeyQueryConvolution"):
+        with pytest.raises(ValueError, match=f"{name} needs one mask for all heads"):
+            layer(x, mask=mask)
+        return
+    scores = hw.Probe("scores")
+    layer(x, mask=mask, probe=scores)
+    for head in range(HEADS):
+        own = hw.Probe("scores")
+        layer(x, mask=mask[:, head : head + 1], probe=own)
+        expected = own.tensors["scores"][:, head]
+        torch.testing.assert_close(scores.tensors["scores"][:, head], expected)
 
 
 @pytest.mark.parametrize("depth", [0, 7])

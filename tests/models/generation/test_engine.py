@@ -88,7 +88,7 @@ STREAMING = "perhead((window(4) | first(2), causal()), (0, 0, 1, 1))"
 MODELS = {
     **{
         name: functools.partial(lambda name: language(causal(name), causal(name)), name)
-        for name in ("gqa", "mla", "dcmha", "diff", "moh", "entmax")
+        for name in ("gqa", "mla", "dcmha", "diff", "moh", "entmax", "selective", "cope")
     },
     "window": lambda: language(plain(pattern="window(5)"), plain(pattern="window(5)")),
     "streaming heads": lambda: language(

@@ -78,14 +78,11 @@ def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
         return dense.attend_all_pairs(call, inputs._replace(steps=steps, probe=None))
     inputs = inputs._replace(steps=fused_steps)
 
-    # Row steps carry values from block to block if the queries are all tokens of a sequence.
-    carries = inputs.q.shape[1] == inputs.k.shape[1]
-
     def run(
         block: QueryBlock, carried: Mapping[str, Tensor], *tensors: Tensor
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         part = slice_inputs(_with_tensors(inputs, tensors), block)
-        part = part._replace(carried=dict(carried) if carries else None)
+        part = part._replace(carried=dict(carried) if inputs.mask.has_all_queries else None)
         return dense.attend_all_pairs(call, part), part.carried
 
     if torch.is_grad_enabled() and not (is_under_functorch() or inputs.q.is_meta):

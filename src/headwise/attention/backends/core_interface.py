@@ -479,8 +479,7 @@ def _apply_row_step(
     inputs: CoreInputs,
 ) -> Tensor:
     mask = inputs.mask
-    starts_sequence = s.shape[2] == s.shape[3] and mask.mask is None
-    carried = 0.0 if starts_sequence else None
+    carried = 0.0 if mask.has_all_queries else None
     factors = RowFactors(
         part.query_factors(inputs.query_context, p),
         {key: inputs.kv_entry[entry_name] for key, entry_name in names.items()},

@@ -433,6 +433,8 @@ class RowStep(JointStep):
 
     positional: ClassVar[bool] = True
     unrestricted_sides: ClassVar[str] = "v"
+    needs_one_mask: ClassVar[bool] = False  # it reads keys and queries by the mask of all heads
+    additive: ClassVar[bool] = False  # adds numbers that do not depend on the scores
 
     @property
     def phase(self) -> Phase:

@@ -41,7 +41,8 @@ class SequenceInfo:
     - `visible_per_row` [B]: their number in each row, if rows differ;
     - `block_table` (set by a paged cache): the location of the tokens in pages;
     - `lengths` (set by `packed`): the lengths of the texts in each row;
-    - `has_padding`: False if no token is padding; `position_bound`: no position is above it.
+    - `has_padding`: False if no token is padding; `position_bound`: no position is above it;
+    - `in_order`: positions grow within each segment.
 
     What is not known is read from the device once, and kept: `real_tokens`, `max_position`, and in
     `derived` what the caches of a model derive from the tokens, the same for all layers.
@@ -51,6 +52,7 @@ class SequenceInfo:
     """
 
     has_padding = True
+    in_order = True
     position_bound: int | None = None
     _max_position: int | None = None
     _derived: dict[Any, Any] | None = None
@@ -70,6 +72,7 @@ class SequenceInfo:
             _check_sequence(position, segment)
             position = position.long()
             segment = segment.long()
+            self.in_order = _is_in_order(position, segment)
             start = num_visible = visible_per_row = block_table = lengths = None
         self._position: Tensor | None = position
         self._segment: Tensor | None = segment
@@ -221,6 +224,7 @@ class SequenceInfo:
         segment = self.segment.to(device)
         other = SequenceInfo(position, segment, self.start, checked=True, lengths=self.lengths)
         other.position_bound = self.position_bound
+        other.in_order = self.in_order
         return other
 
     def rows(self, own: slice) -> SequenceInfo:
@@ -230,6 +234,7 @@ class SequenceInfo:
             self.position[own], self.segment[own], self.start, checked=True, lengths=lengths
         )
         selected.position_bound = self.position_bound
+        selected.in_order = self.in_order
         return selected
 
     def trimmed(self) -> SequenceInfo:
@@ -338,6 +343,13 @@ class AttentionMask:
             & allowed_by_head(self.pattern, self.i, self.j)
         )
         return allowed if self.mask is None else allowed & self.mask
+
+    @property
+    def has_all_queries(self) -> bool:
+        """True if the keys are the tokens of the queries, without tokens of a cache, and the caller
+        gave no mask.
+        """
+        return self.keys is self.queries and self.mask is None
 
     @property
     def differs_by_head(self) -> bool:
@@ -468,3 +480,11 @@ def _check_sequence(position: Tensor, segment: Tensor) -> None:
             "two tokens of one segment have the same position; count positions within each "
             "segment from 0"
         )
+
+
+def _is_in_order(position: Tensor, segment: Tensor) -> bool:
+    """Return whether positions grow within each segment."""
+    by_segment, order = segment.sort(dim=1, stable=True)
+    position = position.gather(1, order)
+    is_next = (by_segment[:, 1:] == by_segment[:, :-1]) & (by_segment[:, 1:] >= 0)
+    return not (is_next & (position[:, 1:] < position[:, :-1])).any()

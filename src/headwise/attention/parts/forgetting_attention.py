@@ -43,6 +43,7 @@ class ForgetGate(RowStep):
         "first two.",
     )
     unrestricted_sides: ClassVar[str] = "kv"
+    additive: ClassVar[bool] = True
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         yield from self.order_conflicts(spec)

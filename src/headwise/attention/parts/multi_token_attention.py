@@ -47,6 +47,7 @@ class KeyQueryConvolution(RowStep):
     needed_head_dims: ClassVar[str] = "queries and keys with heads.dim channels"
     needed_dot_product: ClassVar[str] = "scores of earlier queries"
     unrestricted_sides: ClassVar[str] = "kv"
+    needs_one_mask: ClassVar[bool] = True
     queries: int = 6
     keys: int = 11
     field_minima: ClassVar = {"queries": 1, "keys": 1}

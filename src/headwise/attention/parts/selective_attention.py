@@ -48,6 +48,7 @@ class SelectiveAttention(RowStep):
     needed_head_dims: ClassVar[str] = "queries and keys with heads.dim channels"
     needed_dot_product: ClassVar[str] = "the selection"
     unrestricted_sides: ClassVar[str] = "kv"
+    needs_one_mask: ClassVar[bool] = True
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         yield from self.order_conflicts(spec)
@@ -88,7 +89,7 @@ class SelectiveAttention(RowStep):
         return torch.stack(masked) if masked else s_S
 
     def change_rows(self, s_BHTS: Tensor, factors: RowFactors, p: PartParams) -> Tensor:
-        allowed = _at_first_head(factors.allowed)
+        allowed = _mask_of_first_head(factors.allowed)
         if factors.carried is None:
             total_BTS = self._total_of_cached(s_BHTS, allowed, factors)
         else:
@@ -110,13 +111,15 @@ class SelectiveAttention(RowStep):
 
     def _select(self, s_BHTS: Tensor, factors: RowFactors) -> Tensor:
         """How much each query masks each key before it, [B, T, S]."""
-        is_before = _at_first_head(factors.allowed & (factors.positions.j < factors.positions.i))
+        is_before = _mask_of_first_head(
+            factors.allowed & (factors.positions.j < factors.positions.i)
+        )
         return s_BHTS[:, 0].relu().masked_fill(~is_before, 0.0)
 
     def _total_of_cached(self, s_BHTS: Tensor, allowed: Tensor, factors: RowFactors) -> Tensor:
         """F [B, T, S] from the cached queries of all tokens."""
         key_BSK = factors.keys_of(0)
-        is_before = allowed & _at_first_head(factors.positions.j < factors.positions.i)
+        is_before = allowed & _mask_of_first_head(factors.positions.j < factors.positions.i)
         total_BTS = s_BHTS.new_zeros(s_BHTS.shape[0], *s_BHTS.shape[2:])
         keys = torch.arange(s_BHTS.shape[3], device=s_BHTS.device)
         for start in range(0, s_BHTS.shape[3], TILE):
@@ -135,7 +138,7 @@ class SelectiveAttention(RowStep):
         yield base(modifiers=(Rotary(base=30.0), cls()), pattern="causal", vdim=5)
 
 
-def _at_first_head(pairs: Tensor | None) -> Tensor:
+def _mask_of_first_head(pairs: Tensor | None) -> Tensor:
     """Pairs [B, T, S] of a mask for all heads."""
     assert pairs is not None, "one query has no mask"
     return pairs[:, 0]

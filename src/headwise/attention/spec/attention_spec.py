@@ -389,9 +389,7 @@ class AttentionSpec:
                 "scores of a row"
             )
         for name, modifier in self.parts_of(Modifier):
-            nonlinear = isinstance(modifier, RowStep) or (
-                isinstance(modifier, ScoreStep) and not modifier.additive
-            )
+            nonlinear = isinstance(modifier, (RowStep, ScoreStep)) and not modifier.additive
             mixes = (
                 isinstance(modifier, Mix)
                 and modifier.phase is Phase.SCORES
