@@ -152,7 +152,14 @@ def test_a_slider_has_its_texts_and_pictures(id: str):
 
 
 def test_numbers_are_printed_for_readers():
-    printed = {65536: "65,536", 0.5: "0.5", 45.398051: "45.4", 2e-5: "2.00e-5", -0.0: "0"}
+    printed = {
+        65536: "65,536",
+        0.5: "0.5",
+        45.398051: "45.4",
+        2e-5: "2.00e-5",
+        3e-39: "3.00e-39",
+        -0.0: "0",
+    }
     assert {value: format_output(value) for value in printed} == printed
     assert format_output([0.25, 1.0]) == "0.25  1"
     assert sliders_module.format_output(12345.6) == "12,346"

@@ -49,8 +49,8 @@ PHRASES = {
     "page": "stored results of",
     "strips": "The strip picture of each task is on the page that --html writes.",
     "again": "to run it again",
-    "no_script": "Sliders show their start alone, because the script of the pages is not built. In "
-    "a checkout, run make web and write the pages again.",
+    "no_script": "Sliders show only their start values, because the script of the pages is not "
+    "built. In a checkout, run make web and write the pages again.",
     "font": "No font with Chinese characters is installed, so quotes and figures may show boxes "
     "in their place. "
     "Install one, as the package fonts-noto-cjk, and open the page again.",

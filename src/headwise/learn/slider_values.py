@@ -45,7 +45,7 @@ LETTER_CHANNELS = 64
 WORD = re.compile(
     r"[^\s!-&(-,./:-@\[-`{-~\u2010-\u2027\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]+|\S"
 )
-QUANTILES = (1.4, 0.7, 0.2, -0.2, -0.7, -1.4)  # scores of six keys, in units of their deviation
+QUANTILES = (1.4, 0.7, 0.2, -0.2, -0.7, -1.4)  # scores of six keys, in standard deviations
 
 
 def find_computation(id: str) -> Compute:
@@ -124,9 +124,11 @@ def layer_flops(tokens: int, model: int) -> dict[str, Output]:
 
 
 def gradient_decay(factor: float, distance: int) -> dict[str, Output]:
-    """Product of a constant factor over the steps of a recurrent layer, and its half-life."""
+    """Product of a constant factor over the steps of a recurrent layer and over the one step of
+    attention, and the steps to one half.
+    """
     recurrent = float(np.prod(np.full(distance, factor)))
-    return {"recurrent": recurrent, "attention": 1.0, "half_life": math.log(0.5, factor)}
+    return {"recurrent": recurrent, "attention": factor, "half_life": math.log(0.5, factor)}
 
 
 def learned_table(tokens: int, model: int, heads: int) -> dict[str, Output]:
@@ -196,7 +198,7 @@ def dot_variance(width: int, mean: float, deviation: float) -> dict[str, Output]
 
 
 def saturation(width: int, exponent: float) -> dict[str, Output]:
-    """Weights of six keys whose scores have the deviation sqrt(d_k) / d_k^exponent."""
+    """Weights of six keys whose scores have the standard deviation sqrt(d_k) / d_k^exponent."""
     units = torch.tensor([QUANTILES], dtype=torch.float64)
     scores = units * math.sqrt(width) / width**exponent
     weights = softmax_weights(scores)[0].tolist()
@@ -272,6 +274,7 @@ def routed_heads(always: int, active: int, model: int) -> dict[str, Output]:
     fractions = gate.open_fractions(spec) or (1,) * 16
     return {
         "fractions": [float(share) for share in fractions],
+        "chosen": chosen,
         "open": float(sum(fractions)) / 16,
         "router": costs.count_parameters(spec) - plain,
     }
@@ -303,7 +306,7 @@ def spectrum(decay: float, energy: float) -> dict[str, Output]:
 
 
 def grouped_queries(kv: int) -> dict[str, Output]:
-    """Which of the key-value heads each of 16 query heads uses, and the cache beside MHA."""
+    """Which of the key-value heads each of 16 query heads uses, and the cache relative to MHA."""
     spec = design(model=1024, heads=16, kv=kv)
     plain = design(model=1024, heads=16)
     mapping = spec.heads.kv_head_of_query
@@ -412,7 +415,7 @@ def linear_cost(tokens: int, width: int) -> dict[str, Output]:
 
 
 def random_features(features: int, angle: float) -> dict[str, Output]:
-    """Relative deviation of the Performer's estimate of exp(q.k) for unit vectors at an angle."""
+    """Relative standard deviation of the Performer's estimate of exp(q.k) for unit vectors at an angle."""
     squared = 2 + 2 * math.cos(math.radians(angle))  # |q + k|^2
     return {"error": math.sqrt(math.expm1(squared) / features), "kernel": math.exp(squared / 2 - 1)}
 

@@ -66,8 +66,10 @@ def format_output(output: Any) -> str:
     """
     if isinstance(output, list | tuple):
         return "  ".join(map(format_output, output))
-    if abs(output) >= 1000 or abs(output - round(output)) < 1e-9:
-        return f"{round(output):,}"
+    whole = round(output)
+    is_whole = abs(output - whole) < 1e-9 and (whole != 0 or output == 0)
+    if abs(output) >= 1000 or is_whole:
+        return f"{whole:,}"
     if abs(output) < 1e-4:
         mantissa, _, exponent = f"{output:.2e}".partition("e")
         return f"{mantissa}e{int(exponent)}"

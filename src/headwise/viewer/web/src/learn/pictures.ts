@@ -35,7 +35,8 @@ export function element(name: string, attributes: Record<string, string | number
 export function formatNumber(value: number): string {
   if (!Number.isFinite(value)) return "–";
   const rounded = Math.round(value);
-  if (Math.abs(value) >= 1000 || Math.abs(value - rounded) < 1e-9) return separate(rounded);
+  const isWhole = Math.abs(value - rounded) < 1e-9 && (rounded !== 0 || value === 0);
+  if (Math.abs(value) >= 1000 || isWhole) return separate(rounded);
   if (Math.abs(value) < 1e-4) return value.toExponential(2).replace("e+", "e");
   return String(Number(value.toPrecision(4)));
 }

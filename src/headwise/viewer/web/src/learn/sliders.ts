@@ -158,7 +158,7 @@ export const SLIDERS: Record<string, Compute> = {
   }),
   gradient_decay: ({ factor, distance }) => ({
     recurrent: factor ** distance,
-    attention: 1,
+    attention: factor,
     half_life: Math.log(0.5) / Math.log(factor),
   }),
   learned_table: ({ tokens, model, heads }) => {
@@ -228,7 +228,8 @@ export const SLIDERS: Record<string, Compute> = {
     const chosen = Math.min(active, routed);
     const fractions = range(16).map((head) => (head < always ? 1 : chosen / routed));
     const kinds = always > 0 ? 2 : 0;
-    return { fractions, open: (always + chosen) / 16, router: (routed + (always > 1 ? always : 0) + kinds) * model };
+    const router = (routed + (always > 1 ? always : 0) + kinds) * model;
+    return { fractions, chosen, open: (always + chosen) / 16, router };
   },
   shared_width: ({ heads, share }) => {
     const width = Math.round(512 * share);
@@ -312,9 +313,12 @@ export const SLIDERS: Record<string, Compute> = {
     return { sine: Math.sin(position * rate), cosine: Math.cos(position * rate), wavelength: (2 * Math.PI) / rate };
   },
   sinusoid_offset: ({ offset, model }) => {
-    const cosines = range(model / 2).map((pair) => Math.cos(offset * 10_000 ** ((-2 * pair) / model)));
-    const similarity = sum(cosines) / (model / 2);
-    return { similarity, elsewhere: similarity };
+    const rates = range(model / 2).map((pair) => 10_000 ** ((-2 * pair) / model));
+    const encode = (position: number) =>
+      rates.flatMap((rate) => [Math.sin(position * rate), Math.cos(position * rate)]);
+    const compare = (left: number, right: number) =>
+      dot(encode(left), encode(right)) / (model / 2);
+    return { similarity: compare(0, offset), elsewhere: compare(100, 100 + offset) };
   },
   rotary_offset: ({ query, key, base }) => {
     const cosines = range(32).map((pair) => Math.cos((query - key) * base ** (-pair / 32)));
