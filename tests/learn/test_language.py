@@ -52,7 +52,7 @@ def test_the_option_decides_before_the_locale(option, environment, language, mon
 def test_a_language_ends_with_its_context():
     with use_language("zh"):
         assert localise("wrong") == "有误"
-        assert localise("FLOPs per byte, batch 1 and 512") == "每字节 FLOP，批量 1 和 512"
+        assert localise("FLOPs per byte, batch 1 and 512") == "每字节 FLOPs，批量 1 和 512"
         assert localise("no such phrase") == "no such phrase"
         with use_language("en"):
             assert localise("wrong") == "wrong"

@@ -415,7 +415,9 @@ def linear_cost(tokens: int, width: int) -> dict[str, Output]:
 
 
 def random_features(features: int, angle: float) -> dict[str, Output]:
-    """Relative standard deviation of the Performer's estimate of exp(q.k) for unit vectors at an angle."""
+    """Relative standard deviation of the Performer's estimate of exp(q.k) for unit vectors at an
+    angle.
+    """
     squared = 2 + 2 * math.cos(math.radians(angle))  # |q + k|^2
     return {"error": math.sqrt(math.expm1(squared) / features), "kernel": math.exp(squared / 2 - 1)}
 
