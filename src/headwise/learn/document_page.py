@@ -18,14 +18,13 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from ..report.data import Figure
-from ..report.plots import to_svg
 from ..report.render import fill_template
 from ..util.files import write_atomically
 from ..util.output_paths import FolderKind
 from .catalogue import Document, Entry, Result, Text, Verdict, read_toml
 from .document_sections import Exercise, load_covers, load_formulas, load_mathml, load_sections
 from .entry_text import Words, describe_study, font_note, how_checked, plain_formula
+from .inline_figures import draw_inline
 from .language import LANGUAGES, join_clauses, localise, use_language
 from .sliders import format_output, load_sliders, read_script
 from .stored_findings import draw_study
@@ -47,9 +46,6 @@ MARKED = re.compile(
     r"|(?<![\w.])(?P<letter>[A-Za-z])_(?P<index>[A-Za-z0-9]{1,2}|model)(?!\w)",
     re.ASCII,
 )
-SVG_SIZE = re.compile(r'(?<=(?:th|ht)=")([\d.]+)pt(?=")')
-SCALE = 1.2  # of figures on a page, so that their smallest labels have 10 pixels
-SVG_ID = re.compile(r'(?<=\bid=")|(?<=url\(#)|(?<=href="#)')
 
 
 class DocumentPages:
@@ -140,6 +136,7 @@ class DocumentPages:
             results = {entry.id: self._check(entry) for entry in document.entries}
             studies = dict.fromkeys(entry.study for entry in document.entries)
             strips = {study: list(draw_study(study, self.language)) for study in studies}
+        figures = count()
         ids = [one.id for one in self.documents] if in_course else []
         place = ids.index(document.id) if in_course else 0
         return fill_template(
@@ -156,7 +153,7 @@ class DocumentPages:
             previous=ids[place - 1] if place > 0 else "",
             following="".join(ids[place + 1 : place + 2]),
             set_formula=self.set_formula,
-            draw=partial(_draw, count()),
+            draw=lambda figure: draw_inline(figure, next(figures)),
             answer=partial(self._fill_answer, results),
             plain_formula=plain_formula,
             blocks=_blocks,
@@ -254,12 +251,6 @@ def _policy() -> dict[str, Any]:
     element = Markup("<script>{}</script>").format(Markup(script)) if script else ""
     policy = f"script-src 'sha256-{digest}'; " if script else ""
     return {"script": element, "script_policy": Markup(policy), "can_move": bool(script)}
-
-
-def _draw(numbers: Iterator[int], figure: Figure, theme: str) -> Markup:
-    """A figure as SVG whose ids are on the page once: figures of equal size have equal ids."""
-    svg = SVG_ID.sub(f"figure-{next(numbers)}-", to_svg(figure, theme, inline=True))
-    return Markup(SVG_SIZE.sub(lambda size: f"{float(size[1]) * SCALE:g}pt", svg, count=2))
 
 
 def _blocks(reason: str) -> list[tuple[bool, list[str]]]:
