@@ -19,7 +19,7 @@ import headwise.viewer
 from headwise.learn import sliders as sliders_module
 from headwise.learn.catalogue import load_entries
 from headwise.learn.measured_layers import complexity_by_layer
-from headwise.learn.slider_values import find_computation
+from headwise.learn.slider_values import find_computation, parse_pairs
 from headwise.learn.sliders import Slider, format_output, load_sliders
 
 WEB = Path(headwise.viewer.__file__).with_name("web")
@@ -28,7 +28,12 @@ HAN = re.compile("[\u4e00-\u9fff]")
 SLIDERS = {slider.id: slider for slider in load_sliders()}
 # Texts of the two inputs of text: the first is the start.
 TEXTS = {
-    "pairs": ("51=40, 56=43, 58=48", "3=1", " 1 = 2;2=-4.5,\n1e1=7", "1=2\uff0c4=8\uff1b9=3"),
+    "pairs": (
+        "51=40, 56=43, 58=48",
+        "3=1",
+        " 1 = 2;2=-4.5,\n1e1=7",
+        "\uff11=\uff12\uff0c4\uff1d8\uff1b9=3\u300110=1",
+    ),
     "sentence": (
         "The cat sat on the mat.",
         "a",
@@ -36,11 +41,28 @@ TEXTS = {
         "Don't re-read naïve İstanbul 😀😀 x=1 (two) three four five six seven eight nine",
     ),
 }
+# Texts that are not pairs, and the name of their error in sliders.toml.
+WRONG_PAIRS = {
+    "": "format",
+    "51": "format",
+    "51=x": "format",
+    "51=40=3": "format",
+    "0x10=5": "format",
+    "1e999=1": "format",
+    "1=2, 3=": "format",
+    "-5=1": "range",
+    "200=1": "range",
+    "1=2, 1.0=3": "equal",
+    ", ".join(f"{n}=1" for n in range(13)): "count",
+}
 CALL = """
 import { SLIDERS } from "./sliders.mjs";
 let text = "";
 for await (const chunk of process.stdin) text += chunk;
-const outputs = JSON.parse(text).map(([id, inputs]) => SLIDERS[id](inputs));
+const call = ([id, inputs]) => {
+  try { return SLIDERS[id](inputs); } catch (problem) { return { error: problem.message }; }
+};
+const outputs = JSON.parse(text).map(call);
 process.stdout.write(JSON.stringify({ ids: Object.keys(SLIDERS), outputs }));
 """
 
@@ -77,6 +99,8 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     subprocess.run([str(ESBUILD), str(source), *options], check=True)
     (folder / "call.mjs").write_text(CALL)
     cases = [(id, inputs) for id, slider in SLIDERS.items() for inputs in grid_of(slider)]
+    inputs = {"query": 1, "width": 2}
+    cases += [("own_lookup", {**inputs, "pairs": text}) for text in WRONG_PAIRS]
     called = subprocess.run(
         [node, str(folder / "call.mjs")], input=json.dumps(cases), capture_output=True, text=True
     )
@@ -85,7 +109,9 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     results: dict[str, Any] = {id: [] for id in SLIDERS}
     for (id, inputs), outputs in zip(cases, answer["outputs"], strict=True):
         results[id].append((inputs, outputs))
-    return {"ids": answer["ids"], "results": results}
+    errors = results["own_lookup"][-len(WRONG_PAIRS) :]
+    del results["own_lookup"][-len(WRONG_PAIRS) :]
+    return {"ids": answer["ids"], "results": results, "errors": errors}
 
 
 def test_the_page_and_the_texts_have_the_same_sliders(computed: dict[str, Any]):
@@ -112,6 +138,15 @@ def test_the_page_computes_what_python_computes(id: str, computed: dict[str, Any
             )
 
 
+def test_wrong_pairs_have_the_same_error_in_both_codes(computed: dict[str, Any]):
+    shown = {inputs["pairs"]: outputs for inputs, outputs in computed["errors"]}
+    assert shown == {text: {"error": name} for text, name in WRONG_PAIRS.items()}
+    for text, name in WRONG_PAIRS.items():
+        with pytest.raises(ValueError, match=f"^{name}$"):
+            parse_pairs(text)
+    assert {*WRONG_PAIRS.values()} == {*SLIDERS["own_lookup"].errors}
+
+
 def test_lengths_and_flops_are_those_of_the_table_of_layers():
     names = {"attention": "self-attention", "gru": "GRU", "convolution": "convolution"}
     names |= {"recurrent": "recurrent", "dilated": "dilated convolution"}
@@ -131,7 +166,7 @@ def test_a_slider_has_its_texts_and_pictures(id: str):
     for text in texts[:2]:
         assert not HAN.search(text.en)
         assert HAN.search(text.zh)
-    outputs = slider.start_outputs()
+    outputs = slider.start_outputs("en")
     assert {*outputs} - {"labels"} == {*slider.outputs}
     names = {field["name"] for field in slider.inputs}
     for picture in slider.pictures:

@@ -58,7 +58,16 @@ def test_pairs_that_cannot_be_read_are_named(folder: Path, page: Any):
     pairs = slider.get_by_role("textbox")
     for text in ("", "51", "51=x", "51=40=3"):
         pairs.fill(text)
-        assert slider.get_by_role("alert").is_visible(), text
+        assert (
+            slider.get_by_role("alert").inner_text() == "Write pairs of numbers, as 51=40, 56=43."
+        )
+    assert slider.locator("[data-output=estimate]").inner_text() == "–"
+    assert slider.locator("[data-picture] svg").count() == 0
+    assert pairs.get_attribute("aria-invalid") == "true"
+    error = pairs.get_attribute("aria-describedby")
+    assert slider.get_by_role("alert").get_attribute("id") == error
+    pairs.fill("200=1")
+    assert slider.get_by_role("alert").inner_text() == "Write keys from 0 to 100."
     pairs.fill("<b>=1")
     assert slider.locator("b").count() == 0
     pairs.fill("10=3, 20=5")
@@ -79,6 +88,23 @@ def test_sections_that_were_read_are_marked_in_both_languages(folder: Path, page
     assert page.locator(".is-read:visible").count() == 0
 
 
+def test_the_other_language_opens_at_the_same_place(folder: Path, page: Any):
+    page.goto(f"{folder.as_uri()}/004.html#004-2b")
+    page.get_by_role("link", name="中文").click()
+    assert page.url.endswith("/004.zh.html#004-2b")
+
+
+def test_numbers_of_a_matrix_are_a_table(folder: Path, page: Any):
+    page.goto(f"{folder.as_uri()}/all.html")
+    slider = page.locator("#slider-own_sentence")
+    slider.get_by_role("textbox").fill("山 上 山")
+    slider.locator("summary").click()
+    cells = [row.split() for row in slider.locator("tr").all_inner_texts()]
+    assert cells[0] == ["山", "上", "山"]
+    assert [row[0] for row in cells[1:]] == cells[0]
+    assert cells[1][1] == cells[1][3] != cells[1][2]
+
+
 def test_a_page_works_where_storage_is_denied(folder: Path, page: Any):
     page.add_init_script(DENY_STORAGE)
     page.goto(f"{folder.as_uri()}/004.html")
@@ -91,14 +117,14 @@ def test_commands_and_sources_have_a_button_that_copies(folder: Path, page: Any)
     command = page.locator("#\\30 04-2b .command")
     command.get_by_role("button", name="Copy").click()
     command.get_by_role("button", name="Copied").wait_for()
-    page.locator("#\\30 04-2b summary").click()
+    page.locator("#\\30 04-2b summary", has_text="Source").click()
     assert page.locator("#\\30 04-2b details").get_by_role("button", name="Copy").is_visible()
 
 
 def test_a_source_that_scrolls_on_a_phone_is_reached_by_keyboard(folder: Path, page: Any):
     page.set_viewport_size({"width": 390, "height": 844})
     page.goto(f"{folder.as_uri()}/004.html")
-    page.locator("#\\30 04-2b summary").click()
+    page.locator("#\\30 04-2b summary", has_text="Source").click()
     source = page.locator("#\\30 04-2b pre[tabindex='0']")
     source.focus()
     assert source.evaluate("box => box === document.activeElement")
@@ -126,7 +152,14 @@ def test_without_a_script_a_page_shows_the_start(folder: Path, browser: Any):
     page.goto(f"{folder.as_uri()}/004.html")
     slider = page.locator("#slider-kernel_width")
     assert slider.get_by_role("slider").count() == 0
-    assert "Moving it needs JavaScript." in slider.inner_text()
+    assert "To change them, enable JavaScript." in slider.inner_text()
+    assert "Start values: query q: 56.9; width w: 2." in slider.inner_text()
     assert "45.4" in slider.inner_text()
+    rows = slider.locator("tr").all_inner_texts()
+    weights = format_output(gaussian_weights(2.0)(56.9, [51, 56, 58])).split()
+    assert [row.split() for row in rows] == [
+        ["51", "56", "58"],
+        ["weights", "of", "the", "keys", *weights],
+    ]
     assert page.get_by_label("I have read this section").first.is_hidden()
     context.close()

@@ -69,12 +69,13 @@ def relative_positions(*, absolute: bool = False) -> Outcome:
     x = sample(1, 1, 9, 16)
     outputs = []
     near = torch.arange(9)
-    apart = torch.where(near == 8, 50, near)  # the last token is farther from the others
-    for positions in (near, near + 100, apart):
+    moved_positions = torch.where(near == 8, 50, near)  # the last token is farther from the others
+    for positions in (near, near + 100, moved_positions):
         tokens = SequenceInfo(positions[None], torch.zeros(1, 9, dtype=torch.long))
         outputs.append(
             layer(x + sinusoidal_table(positions, 16) if absolute else x, sequence=tokens).detach()
         )
     change = largest_difference(*outputs[:2])
-    apart = largest_difference(outputs[0], outputs[2])
-    return judge(change < 1e-12 and apart > 1e-3, change=change, apart=apart)
+    distance_change = largest_difference(outputs[0], outputs[2])
+    holds = change < 1e-12 and distance_change > 1e-3
+    return judge(holds, change=change, apart=distance_change)

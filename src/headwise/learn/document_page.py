@@ -1,6 +1,6 @@
 """Pages of the source documents as HTML: sections with their entries, figures, formulas and
 exercises, sliders, and a start page, in both languages. They need no network; without a script
-sliders show their start.
+sliders show their start values.
 """
 
 from __future__ import annotations
@@ -51,15 +51,22 @@ MARKED = re.compile(
 class DocumentPages:
     """The pages of documents in one language. Texts may refer to entries of all `documents`. The
     names of pages in another language than `main` have the language in them: 004.zh.html.
+    `checked` has results of entries from pages in the other language.
     """
 
-    def __init__(self, documents: Sequence[Document], language: str, main: str = "") -> None:
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        language: str,
+        main: str = "",
+        checked: dict[str, Result] | None = None,
+    ) -> None:
         order = list(load_covers())
         self.documents = sorted(documents, key=lambda document: order.index(document.id))
         self.language = language
         (self.other,) = {*LANGUAGES} - {language}
         self._main = main or language
-        self._checked: dict[str, Result] = {}
+        self._checked = {} if checked is None else checked
         self._addresses = {
             entry.id: f"{self.page_name(document.id)}#{entry.id}"
             for document in documents
@@ -179,7 +186,8 @@ class DocumentPages:
                 FOLDER / "slider.html",
                 slider=slider,
                 names={name: self.choose(text) for name, text in slider.outputs.items()},
-                outputs=slider.start_outputs(),
+                outputs=slider.start_outputs(self.language),
+                errors={name: self.choose(text) for name, text in slider.errors.items()},
                 language=self.language,
                 **self._shared,
             )
@@ -230,8 +238,7 @@ class DocumentPages:
         """Write the pages, and the start page of a course, in both languages; yield the name of
         each.
         """
-        translated = DocumentPages(self.documents, self.other, self.language)
-        translated._checked = self._checked
+        translated = DocumentPages(self.documents, self.other, self.language, self._checked)
         pair = (self, translated)
         for document in self.documents:
             for pages in pair:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
@@ -16,7 +17,6 @@ from torch import nn
 
 from .. import costs
 from ..attention.initialisation import depth_scaled_init
-from ..attention.interfaces import Gate
 from ..attention.masking.patterns import Causal, Global, Pattern, Window
 from ..attention.parts import REGISTRY
 from ..attention.parts.relative_position_bias import alibi_slopes
@@ -45,12 +45,14 @@ LETTER_CHANNELS = 64
 WORD = re.compile(
     r"[^\s!-&(-,./:-@\[-`{-~\u2010-\u2027\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]+|\S"
 )
+NUMBER = r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?"
+PAIR = re.compile(rf"\s*({NUMBER})\s*=\s*({NUMBER})\s*", re.IGNORECASE)
 QUANTILES = (1.4, 0.7, 0.2, -0.2, -0.7, -1.4)  # scores of six keys, in standard deviations
 
 
 def find_computation(id: str) -> Compute:
     """Return the function of a slider."""
-    return globals()[id]
+    return COMPUTATIONS[id]
 
 
 # --- Document 004 ---------------------------------------------------------------------------------
@@ -74,12 +76,32 @@ def distance_rule(query: float) -> dict[str, Output]:
 
 def own_lookup(pairs: str, query: float, width: float) -> dict[str, Output]:
     """The kernel over pairs of the reader, written as key=value."""
-    rows = [pair.split("=") for pair in re.split(r"[,;\uff0c\uff1b\n]", pairs) if pair.strip()]
-    keys = [float(key) for key, _ in rows[:MOST_PAIRS]]
-    values = [float(value) for _, value in rows[:MOST_PAIRS]]
+    labels, keys, values = parse_pairs(pairs)
     weights = gaussian_weights(width)(query, keys)
-    labels = [key.strip() for key, _ in rows[:MOST_PAIRS]]
     return {"labels": labels, "weights": weights, "estimate": float(np.dot(weights, values))}
+
+
+def parse_pairs(text: str) -> tuple[list[str], list[float], list[float]]:
+    """Return the keys as written, the keys and the values of a text "key=value, ...".
+
+    Raises:
+        ValueError: for other texts; the message is the name of the error in `sliders.toml`.
+    """
+    listed = re.split(r"[,;\u3001\n]", unicodedata.normalize("NFKC", text))
+    matches = [PAIR.fullmatch(row) for row in listed if row.strip()]
+    pairs = [match.groups() for match in matches if match]
+    labels = [key for key, _ in pairs]
+    keys = [float(key) for key in labels]
+    values = [float(value) for _, value in pairs]
+    if not pairs or None in matches or not np.isfinite([*keys, *values]).all():
+        raise ValueError("format")
+    if len(pairs) > MOST_PAIRS:
+        raise ValueError("count")
+    if min(keys) < 0 or max(keys) > 100:
+        raise ValueError("range")
+    if len({*keys}) < len(keys):
+        raise ValueError("equal")
+    return labels, keys, values
 
 
 # --- Document 000 ---------------------------------------------------------------------------------
@@ -266,12 +288,11 @@ def overlapping(heads: int, width: int, overlap: int) -> dict[str, Output]:
 def routed_heads(always: int, active: int, model: int) -> dict[str, Output]:
     """Share of 16 heads that are open for a token, and parameters of the router."""
     chosen = min(active, 16 - always)
-    router = f'modifiers = [{{part = "MixtureOfHeads", always = {always}, active = {chosen}}}]'
-    spec = from_toml(f"model = {model}\nheads = {{q = 16, dim = {model // 16}}}\n{router}")
+    router = REGISTRY["MixtureOfHeads"](always=always, active=chosen)
+    modifier = f'modifiers = [{{part = "MixtureOfHeads", always = {always}, active = {chosen}}}]'
+    spec = from_toml(f"model = {model}\nheads = {{q = 16, dim = {model // 16}}}\n{modifier}")
     plain = costs.count_parameters(design(model=model, heads=16))
-    gate = spec.modifiers[0]
-    assert isinstance(gate, Gate)
-    fractions = gate.open_fractions(spec) or (1,) * 16
+    fractions = router.open_fractions(spec) or (1,) * 16
     return {
         "fractions": [float(share) for share in fractions],
         "chosen": chosen,
@@ -287,10 +308,10 @@ def shared_width(heads: int, share: float) -> dict[str, Output]:
     spec = from_toml(f'{sizes}\nproject = {{part = "Collaborative", width = {width}}}')
     plain = design(model=512, heads=heads)
     outputs: dict[str, Output] = {}
-    for name, one in (("plain", plain), ("shared", spec)):
-        shapes = one.shapes()
-        sides = [shape for key, shape in shapes.items() if key in SCORE_WEIGHTS]
-        outputs[f"{name}_parameters"] = sum(map(math.prod, sides))
+    for name, layer in (("plain", plain), ("shared", spec)):
+        shapes = layer.shapes()
+        matrices = [shape for key, shape in shapes.items() if key in SCORE_WEIGHTS]
+        outputs[f"{name}_parameters"] = sum(map(math.prod, matrices))
     return outputs | {"plain_products": 512, "shared_products": heads * width}
 
 
@@ -469,3 +490,48 @@ def log_sum_exp(largest: float) -> dict[str, Output]:
         "float16": float(digits > math.log10(torch.finfo(torch.float16).max)),
         "float32": float(digits > math.log10(torch.finfo(torch.float32).max)),
     }
+
+
+COMPUTATIONS: dict[str, Compute] = {
+    function.__name__: function
+    for function in (
+        kernel_width,
+        distance_rule,
+        own_lookup,
+        dilution,
+        heads_share,
+        path_length,
+        layer_flops,
+        gradient_decay,
+        learned_table,
+        long_key,
+        own_sentence,
+        kv_cache,
+        dot_variance,
+        saturation,
+        layer_parameters,
+        noisy_heads,
+        decode_intensity,
+        overlapping,
+        routed_heads,
+        shared_width,
+        spectrum,
+        grouped_queries,
+        depth_init,
+        entmax_alpha,
+        rank_collapse,
+        pruned_heads,
+        temperature,
+        causal_window,
+        global_tokens,
+        window_cost,
+        linear_cost,
+        random_features,
+        sinusoid,
+        sinusoid_offset,
+        rotary_offset,
+        rotary_pair,
+        alibi,
+        log_sum_exp,
+    )
+}

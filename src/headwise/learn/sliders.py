@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parents[1] / "viewer" / "static" / "learn.js"
 @dataclass(frozen=True)
 class Slider:
     """A slider beside an entry. `inputs` and `pictures` are as in `sliders.toml`; `outputs` are the
-    names of the values, `error` is shown for a text that cannot be read.
+    names of the values, `errors` the messages for a text that cannot be read.
     """
 
     id: str
@@ -31,12 +31,33 @@ class Slider:
     outputs: Mapping[str, Text]
     pictures: tuple[str, ...]
     labels: tuple[str, ...]
-    error: Text | None
+    errors: Mapping[str, Text]
 
-    def start_outputs(self) -> Mapping[str, Output]:
+    def start_outputs(self, language: str) -> Mapping[str, Output]:
         """The values at the start of all inputs."""
-        starts = {field["name"]: field.get("start", field.get("text")) for field in self.inputs}
+        starts = {
+            field["name"]: field["text"][language] if "text" in field else field["start"]
+            for field in self.inputs
+        }
         return find_computation(self.id)(**starts)
+
+    def tabulate(
+        self, picture: str, outputs: Mapping[str, Any], names: Mapping[str, str]
+    ) -> list[list[str]]:
+        """Return the cells of the table of bars or of a matrix: heads of the columns, then each
+        list with its title before it; no cells for a curve.
+        """
+        kind, listed, *_ = picture.split(" ")
+        if kind not in ("bars", "matrix"):
+            return []
+        titles = [names[name] for name in listed.split(",")]
+        rows = [outputs[name] for name in listed.split(",")]
+        rows = rows if kind == "bars" else rows[0]
+        heads = list(outputs.get("labels", self.labels))
+        heads = heads or [str(n + 1) for n in range(len(rows[0]))]
+        titles = titles if kind == "bars" else heads
+        lines = zip(titles, rows, strict=False)  # a matrix may have fewer rows than columns
+        return [["", *heads], *([title, *map(format_output, row)] for title, row in lines)]
 
 
 @cache
@@ -52,7 +73,7 @@ def load_sliders() -> tuple[Slider, ...]:
             {output["name"]: read_text(output) for output in table["outputs"]},
             tuple(table["pictures"]),
             tuple(table.get("labels", ())),
-            read_text(table["error"]) if "error" in table else None,
+            {name: read_text(text) for name, text in table.get("errors", {}).items()},
         )
         for table in read_toml("sliders")["slider"]
     )

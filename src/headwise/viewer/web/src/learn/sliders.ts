@@ -1,5 +1,6 @@
-// The values of the sliders of `headwise learn --html`, as pure functions: the same as in learn/slider_values.py, which
-// writes the start values into the page. Tests compare both over grids of inputs.
+// The values of the sliders of `headwise learn --html`, as pure functions: the same as in
+// learn/slider_values.py, which writes the start values into the page. Tests compare
+// both over grids of inputs.
 
 export type Inputs = Record<string, number>;
 export type Output = number | number[] | number[][] | string[];
@@ -13,7 +14,8 @@ const WORD = /[^\s!-&(-,./:-@\[-`{-~\u2010-\u2027\u3000-\u303f\u4e00-\u9fff\uff0
 const KEYS = [51, 56, 58];
 const VALUES = [40, 43, 48];
 const QUANTILES = [1.4, 0.7, 0.2, -0.2, -0.7, -1.4];
-const H200_RIDGE = 989 / 4.8; // bf16 FLOPs per byte of memory: data sheet, as in costs/hardware.toml
+// bf16 FLOPs per byte of memory: data sheet, as in costs/hardware.toml
+const H200_RIDGE = 989 / 4.8;
 
 export function sum(numbers: number[]): number {
   return numbers.reduce((total, value) => total + value, 0);
@@ -41,12 +43,17 @@ function gaussian(query: number, keys: number[], width: number): number[] {
   return softmax(keys.map((key) => -((query - key) ** 2) / (2 * width ** 2)));
 }
 
-function matrix(rows: number, columns: number, value: (row: number, column: number) => number): number[][] {
+function matrix(
+  rows: number,
+  columns: number,
+  value: (row: number, column: number) => number,
+): number[][] {
   return range(rows).map((row) => range(columns).map((column) => value(row, column)));
 }
 
 function multiply(left: number[][], right: number[][]): number[][] {
-  return matrix(left.length, right[0]!.length, (i, j) => sum(left[i]!.map((value, n) => value * right[n]![j]!)));
+  const column = (j: number) => right.map((row) => row[j]!);
+  return matrix(left.length, right[0]!.length, (i, j) => dot(left[i]!, column(j)));
 }
 
 /** ||X - 1 x^T|| / ||X|| with the mean row x. */
@@ -73,7 +80,9 @@ function entmax(scores: number[], alpha: number): number[] {
 
 function alibiSlope(heads: number, head: number): number {
   const power = 2 ** Math.floor(Math.log2(heads));
-  return head <= power ? 2 ** ((-8 * head) / power) : 2 ** ((-8 * (2 * (head - power) - 1)) / (2 * power));
+  if (head <= power) return 2 ** ((-8 * head) / power);
+  const odd = 2 * (head - power) - 1;
+  return 2 ** ((-8 * odd) / (2 * power));
 }
 
 /** Pairs of neighbouring characters of a word, hashed by 32-bit FNV-1a into channels. */
@@ -90,17 +99,21 @@ function countLetterPairs(token: string): number[] {
   return counts;
 }
 
-/** Numbers of a list of pairs "key=value"; throws where one is not a number. */
+const NUMBER = String.raw`[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?`;
+const PAIR = new RegExp(String.raw`^\s*(${NUMBER})\s*=\s*(${NUMBER})\s*$`, "i");
+
+/** Pairs of a text "key=value, ..."; the message of an error is its name in sliders.toml. */
 export function parsePairs(text: string): { labels: string[]; keys: number[]; values: number[] } {
-  const rows = text.split(/[,;，；\n]/).filter((pair) => pair.trim() !== "").slice(0, MOST_PAIRS);
-  const cells = rows.map((row) => row.split("=").map((cell) => cell.trim()));
-  const isNumber = (cell: string) => cell !== "" && Number.isFinite(Number(cell));
-  if (cells.length === 0 || !cells.every((row) => row.length === 2 && row.every(isNumber))) throw new Error("pairs");
-  return {
-    labels: cells.map((row) => row[0]!),
-    keys: cells.map((row) => Number(row[0])),
-    values: cells.map((row) => Number(row[1])),
-  };
+  const listed = text.normalize("NFKC").split(/[,;、\n]/).filter((row) => row.trim() !== "");
+  const pairs = listed.map((row) => PAIR.exec(row)?.slice(1) ?? []);
+  const isPair = (pair: string[]) => pair.length === 2 && pair.map(Number).every(Number.isFinite);
+  if (pairs.length === 0 || !pairs.every(isPair)) throw new Error("format");
+  if (pairs.length > MOST_PAIRS) throw new Error("count");
+  const labels = pairs.map((pair) => pair[0]!);
+  const keys = labels.map(Number);
+  if (keys.some((key) => key < 0 || key > 100)) throw new Error("range");
+  if (new Set(keys).size < keys.length) throw new Error("equal");
+  return { labels, keys, values: pairs.map((pair) => Number(pair[1])) };
 }
 
 function attentionFlops(tokens: number, model: number): number {
@@ -128,8 +141,11 @@ export const SLIDERS: Record<string, Compute> = {
     const distances = KEYS.map((key) => Math.abs(query - key));
     const isStored = distances.includes(0);
     const source = normalise(distances);
-    const inverse = isStored ? distances.map((one) => (one === 0 ? 1 : 0)) : normalise(distances.map((one) => 1 / one));
-    return { source, inverse, source_estimate: dot(source, VALUES), inverse_estimate: dot(inverse, VALUES) };
+    const inverse = isStored
+      ? distances.map((distance) => (distance === 0 ? 1 : 0))
+      : normalise(distances.map((distance) => 1 / distance));
+    const source_estimate = dot(source, VALUES);
+    return { source, inverse, source_estimate, inverse_estimate: dot(inverse, VALUES) };
   },
   own_lookup: ({ pairs, query, width }) => {
     const { labels, keys, values } = parsePairs(pairs);
@@ -149,7 +165,8 @@ export const SLIDERS: Record<string, Compute> = {
   path_length: ({ tokens, kernel }) => {
     let dilated = 1;
     while (kernel ** dilated < tokens) dilated++;
-    return { recurrent: tokens, convolution: Math.max(Math.ceil((tokens - 1) / (kernel - 1)), 1), dilated, attention: 1 };
+    const convolution = Math.max(Math.ceil((tokens - 1) / (kernel - 1)), 1);
+    return { recurrent: tokens, convolution, dilated, attention: 1 };
   },
   layer_flops: ({ tokens, model }) => ({
     attention: attentionFlops(tokens, model),
@@ -176,7 +193,8 @@ export const SLIDERS: Record<string, Compute> = {
       const counts = countLetterPairs(token);
       return counts.map((count) => count / Math.sqrt(dot(counts, counts)));
     });
-    const weights = vectors.map((q: number[]) => softmax(vectors.map((k: number[]) => dot(q, k) / temperature)));
+    const scores = (q: number[]) => vectors.map((k: number[]) => dot(q, k) / temperature);
+    const weights = vectors.map((q: number[]) => softmax(scores(q)));
     return { labels, weights };
   },
   kv_cache: ({ layers, kv, tokens }) => {
@@ -188,12 +206,15 @@ export const SLIDERS: Record<string, Compute> = {
   dot_variance: ({ width, mean, deviation }) => {
     const variance = width * (deviation ** 4 + 2 * deviation ** 2 * mean ** 2);
     const total = width * mean ** 2;
-    return { mean: total, variance, scaled_mean: total / Math.sqrt(width), scaled_variance: variance / width };
+    const scaled_mean = total / Math.sqrt(width);
+    return { mean: total, variance, scaled_mean, scaled_variance: variance / width };
   },
   saturation: ({ width, exponent }) => {
     const weights = softmax(QUANTILES.map((unit) => unit * width ** (0.5 - exponent)));
-    const jacobian = weights.flatMap((p, i) => weights.map((q, j) => (i === j ? p * (1 - p) : -p * q)));
-    return { weights, largest: Math.max(...weights), gradient: Math.sqrt(dot(jacobian, jacobian)) };
+    const derivative = (i: number, j: number) => weights[i]! * ((i === j ? 1 : 0) - weights[j]!);
+    const jacobian = matrix(6, 6, derivative).flat();
+    const gradient = Math.sqrt(dot(jacobian, jacobian));
+    return { weights, largest: Math.max(...weights), gradient };
   },
   layer_parameters: ({ model, heads, width, bias }) => {
     const inner = heads * width;
@@ -221,7 +242,8 @@ export const SLIDERS: Record<string, Compute> = {
   overlapping: ({ heads, width, overlap }) => {
     const used = width + 2 * overlap;
     const model = heads * width;
-    return { used, concatenated: heads * used, output: heads * used * model, plain_output: model ** 2 };
+    const concatenated = heads * used;
+    return { used, concatenated, output: concatenated * model, plain_output: model ** 2 };
   },
   routed_heads: ({ always, active, model }) => {
     const routed = 16 - always;
@@ -260,7 +282,8 @@ export const SLIDERS: Record<string, Compute> = {
   },
   entmax_alpha: ({ alpha, spread }) => {
     const weights = entmax([2, 1, 0.5, 0, -1].map((score) => score * spread), alpha);
-    return { weights, zeros: weights.filter((weight) => weight === 0).length, largest: Math.max(...weights) };
+    const zeros = weights.filter((weight) => weight === 0).length;
+    return { weights, zeros, largest: Math.max(...weights) };
   },
   rank_collapse: ({ layers, window, skip }) => {
     const layer = matrix(12, 12, (i, j) => {
@@ -290,7 +313,9 @@ export const SLIDERS: Record<string, Compute> = {
     return { allowed, pairs, share: pairs / tokens ** 2 };
   },
   global_tokens: ({ tokens, reach, globals }) => {
-    const allowed = matrix(tokens, tokens, (i, j) => (Math.abs(i - j) <= reach || Math.min(i, j) < globals ? 1 : 0));
+    const isAllowed = (i: number, j: number) =>
+      Math.abs(i - j) <= reach || Math.min(i, j) < globals;
+    const allowed = matrix(tokens, tokens, (i, j) => (isAllowed(i, j) ? 1 : 0));
     const pairs = sum(allowed.flat());
     return { allowed, pairs, share: pairs / tokens ** 2 };
   },
@@ -310,7 +335,8 @@ export const SLIDERS: Record<string, Compute> = {
   },
   sinusoid: ({ position, pair }) => {
     const rate = 10_000 ** (-pair / 32);
-    return { sine: Math.sin(position * rate), cosine: Math.cos(position * rate), wavelength: (2 * Math.PI) / rate };
+    const angle = position * rate;
+    return { sine: Math.sin(angle), cosine: Math.cos(angle), wavelength: (2 * Math.PI) / rate };
   },
   sinusoid_offset: ({ offset, model }) => {
     const rates = range(model / 2).map((pair) => 10_000 ** ((-2 * pair) / model));
