@@ -270,7 +270,9 @@ def gradient_by_distance(*, update_bias: float = 0.0, tokens: int = 41) -> Outco
         numbers["gru"] < 1e-3 and numbers["attention"] > 0.05 and keeps,
         **numbers,
         distance=tokens - 1,
-        figure=draw_curves(curves, "distance", "derivative beside that at distance 1", log="y"),
+        figure=draw_curves(
+            curves, "distance", "derivative relative to that at distance 1", log="y"
+        ),
     )
 
 

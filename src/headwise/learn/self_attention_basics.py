@@ -202,7 +202,7 @@ def no_decay(*, positions: str = "") -> Outcome:
         figure=draw_curves(
             {name: dict(enumerate(curve.tolist())) for name, curve in curves.items()},
             "distance",
-            "weight beside that of the own token",
+            "weight relative to that of the own token",
         ),
     )
 
