@@ -43,6 +43,7 @@ def _choose_by_theme(light: str, dark: str) -> str:
     if light == dark:
         return light
     if light.startswith("<"):
+        light, dark = (re.sub(r' id="[^"]*"', "", image) for image in (light, dark))
         return f'<g class="light">{light}</g><g class="dark">{dark}</g>'
     return f"light-dark({light}, {dark})"
 
