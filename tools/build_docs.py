@@ -281,7 +281,8 @@ def learn_documents(language: str) -> str:
     rows = []
     for document in load_documents():
         verdicts = [entry.verdict for entry in document.entries]
-        counts = [str(verdicts.count(verdict)) for verdict in Verdict]
+        expected = (verdict for verdict in Verdict if verdict is not Verdict.FAULT)
+        counts = [str(verdicts.count(verdict)) for verdict in expected]
         topics = ", ".join(f"`{topic}`" for topic in list_topics(document.entries))
         title = document.title.fill(language, {})
         rows.append([f"`{document.id}`", title, *counts, topics])
