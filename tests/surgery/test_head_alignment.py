@@ -33,6 +33,7 @@ UNSUPPORTED_BY_SIDE = {
     "k": {
         "Additive",
         "Collaborative",
+        "ContextualPositions",
         "FeatureMap",
         "KnockingHeads",
         "MLAProjection",
