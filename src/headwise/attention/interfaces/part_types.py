@@ -454,6 +454,17 @@ class RowStep(JointStep):
         if spec.num_heads_after(Phase.SCORES) != spec.heads.q:
             yield f"{name} needs one row of scores per query head; use mixes with heads=0"
 
+    def first_step_conflicts(self, spec: AttentionSpec, action: str) -> Iterator[str]:
+        """Return the reason why another part changes the scores before this step uses them."""
+        name = type(self).__name__
+        first = next(part for part in spec.modifiers if part.phase is Phase.SCORES)
+        if first is not self:
+            other = type(first).__name__
+            yield (
+                f"{name} {action} the scores of queries and keys, before {other} changes them; "
+                f"write it before {other}"
+            )
+
     def query_factors(self, context: QueryContext, p: PartParams) -> Tensor | None:
         """Factors [B, T, H, R] of each query; None if the step needs none."""
         return None

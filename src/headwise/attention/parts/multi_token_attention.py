@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..interfaces import RowFactors, RowStep
-from ..interfaces.core_types import AxisLayout, CallSize, Param, PartParams, Phase, SpecFactory
+from ..interfaces.core_types import AxisLayout, CallSize, Param, PartParams, SpecFactory
 from ..interfaces.part import part
 from ..masking.patterns import Causal
 from ..spec.attention_spec import AttentionSpec
@@ -63,12 +63,7 @@ class KeyQueryConvolution(RowStep):
                 "KeyQueryConvolution reads the keys of earlier queries, which "
                 f"{spec.pattern.text} may hide; use pattern causal()"
             )
-        first = next(part for part in spec.modifiers if part.phase is Phase.SCORES)
-        if first is not self:
-            yield (
-                "KeyQueryConvolution reads the scores of queries and keys, before "
-                f"{type(first).__name__} changes them; write it before {type(first).__name__}"
-            )
+        yield from self.first_step_conflicts(spec, "reads")
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"query_offset": self.queries, "key_offset": self.keys}

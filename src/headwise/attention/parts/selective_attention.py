@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..interfaces import RowFactors, RowStep
-from ..interfaces.core_types import AxisLayout, CallSize, PartParams, Phase, SpecFactory
+from ..interfaces.core_types import AxisLayout, CallSize, PartParams, SpecFactory
 from ..interfaces.part import part
 from ..masking.patterns import Causal
 from ..spec.attention_spec import AttentionSpec
@@ -57,12 +57,7 @@ class SelectiveAttention(RowStep):
                 "SelectiveAttention never masks the first token, which must be a key of every "
                 f"query, unlike in {spec.pattern.text}; use pattern causal()"
             )
-        first = next(part for part in spec.modifiers if part.phase is Phase.SCORES)
-        if first is not self:
-            yield (
-                "SelectiveAttention sums the scores of queries and keys, before "
-                f"{type(first).__name__} changes them; write it before {type(first).__name__}"
-            )
+        yield from self.first_step_conflicts(spec, "sums")
 
     def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return heads | {0}
