@@ -94,11 +94,11 @@ SLOW = {"000-1f", "002-FF.2", "002-FF.3", "002-FF.8", "002-3.2j", "000-1g", "001
 def test_bars_beside_each_other_and_points_of_a_logarithmic_axis():
     table = {"columns": {"a": "x", "b": "y"}, "groups": {"one": "{}_1", "two": "{}_2"}}
     numbers = {"x_1": 1.0, "y_1": 2.0, "x_2": 0.5, "y_2": 4.0, "limit": 3.0}
-    (bars,) = matrix_figures.draw_numbers({**table, "levels": {"most": "limit"}}, numbers).panels
+    (bars,) = matrix_figures.draw_numbers({**table, "levels": {"most": "limit"}}, numbers)().panels
     assert isinstance(bars, Bars)
     assert (dict(bars.groups), bars.stacked) == ({"one": [1.0, 2.0], "two": [0.5, 4.0]}, False)
     assert [(one.at, one.label) for one in bars.references] == [(3.0, "most")]
-    (points,) = matrix_figures.draw_numbers({**table, "log": "y"}, numbers).panels
+    (points,) = matrix_figures.draw_numbers({**table, "log": "y"}, numbers)().panels
     assert isinstance(points, Plot)
     assert points.y.log
     assert [list(series.ys) for series in points.series] == [[1.0, 2.0], [0.5, 4.0]]

@@ -127,7 +127,7 @@ def test_long_lists_show_what_is_significant():
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_strip_picture_has_a_dot_for_every_seed(language: str):
     with use_language(language):
-        (figure,) = draw_study("head-noise", language)
+        figure = next(draw_study("head-noise", language))()
     (plot,) = figure.panels
     assert isinstance(plot, Plot)
     dots, means = plot.series

@@ -85,10 +85,13 @@ def _write_pages(args: LearnOptions, folder: str, language: str) -> int:
     from ..learn.sliders import read_script
 
     ids = [] if args.what is None else [entry.document for entry in find_entries(args.what)]
-    pages = DocumentPages(load_documents(list(dict.fromkeys(ids)) or tuple(MODULES)), language)
+    documents = load_documents(list(dict.fromkeys(ids)) or tuple(MODULES))
+    report = ProgressReporter()
+    pages = DocumentPages(documents, language, log=report)
     in_course = args.what is None
     with stage_folder(folder, pages.folder_kind(in_course), args.existing) as staged:
         names = list(pages.write(staged, in_course))
+    report("")
     for name in names:
         print_page(f"{Words(language).phrase('wrote')} {Path(folder) / name}")
     for note in (font_note(language), "" if read_script() else Words(language).phrase("no_script")):

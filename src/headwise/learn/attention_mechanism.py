@@ -66,7 +66,7 @@ def reach_of_one_layer(*, pattern: str = "full()", tokens: int = 9) -> Outcome:
     }
     pairs = {name: int((size > 0).sum()) for name, size in sizes.items()}
     names = ("self-attention", "convolution")
-    figure = draw_matrices(zip(names, sizes.values(), strict=True))
+    figure = draw_matrices(list(zip(names, sizes.values(), strict=True)))
     is_local = pairs["convolution"] == 3 * tokens - 2
     return judge(
         pairs["attention"] == tokens**2 and is_local, **pairs, all=tokens**2, figure=figure

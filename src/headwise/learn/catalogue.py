@@ -19,7 +19,7 @@ from typing import Any
 from ..report.data import Figure
 from ..util.errors import suggest
 from .language import LANGUAGES, current_language, join_items, localise, use_language
-from .matrix_figures import draw_numbers
+from .matrix_figures import Picture, draw_numbers
 from .view_links import ViewLink
 
 Number = float | int | str
@@ -103,11 +103,11 @@ class _Shown(float):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Numbers of one run, the verdict that follows from them, and a figure if there is one."""
+    """Numbers of one run, the verdict that follows from them, and a picture if there is one."""
 
     verdict: Verdict
     numbers: Mapping[str, Number] = field(default_factory=dict)
-    figure: Figure | None = None
+    picture: Picture | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,17 @@ class Result:
     verdict: Verdict
     reason_en: str
     reason_zh: str
-    figure: Figure | None
+    picture: Picture | None
+    title: Text
+
+    @property
+    def figure(self) -> Figure | None:
+        """The figure with its title, in the current language."""
+        if self.picture is None:
+            return None
+        figure = self.picture()
+        title = self.title.fill(current_language(), {})
+        return replace(figure, title=title) if title else figure
 
     def reason(self, language: str) -> str:
         """The reason in one language."""
@@ -219,24 +229,19 @@ class Entry:
             listed = ItemList(", ".join(f"{name} = {value}" for name, value in numbers.items()))
             text = FAULT if outcome.verdict == Verdict.FAULT else UNEXPECTED
             numbers = {"expected": self.verdict.value, "numbers": listed}
+        picture = outcome.picture
+        if "draw" in self.picture:
+            picture = self.picture["draw"]()
+        if "columns" in self.picture and outcome.verdict == self.verdict:
+            picture = draw_numbers(self.picture, outcome.numbers)
         return Result(
             outcome.numbers,
             outcome.verdict,
             text.fill("en", numbers),
             text.fill("zh", numbers),
-            self._draw(outcome),
+            picture,
+            read_text(self.picture.get("title", {"en": "", "zh": ""})),
         )
-
-    def _draw(self, outcome: Outcome) -> Figure | None:
-        """The figure of a run, or of its numbers, below the title of the entry's picture."""
-        figure = outcome.figure
-        if "draw" in self.picture:
-            figure = self.picture["draw"]()
-        if "columns" in self.picture and outcome.verdict == self.verdict:
-            figure = draw_numbers(self.picture, outcome.numbers)
-        if figure is None or not self.picture:
-            return figure
-        return replace(figure, title=self.picture["title"][current_language()])
 
 
 # --- The catalogue --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, groupby
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from ..report.data import Figure
+from ..report.progress import CountedMessage, count_items
 from ..report.render import fill_template
 from ..util.files import write_atomically
 from ..util.output_paths import FolderKind
@@ -51,7 +53,7 @@ MARKED = re.compile(
 class DocumentPages:
     """The pages of documents in one language. Texts may refer to entries of all `documents`. The
     names of pages in another language than `main` have the language in them: 004.zh.html.
-    `checked` has results of entries from pages in the other language.
+    `results` has those of entries that ran for the pages in the other language.
     """
 
     def __init__(
@@ -59,14 +61,16 @@ class DocumentPages:
         documents: Sequence[Document],
         language: str,
         main: str = "",
-        checked: dict[str, Result] | None = None,
+        results: dict[str, Result] | None = None,
+        log: Callable[[str], object] = str,
     ) -> None:
         order = list(load_covers())
         self.documents = sorted(documents, key=lambda document: order.index(document.id))
         self.language = language
         (self.other,) = {*LANGUAGES} - {language}
         self._main = main or language
-        self._checked = {} if checked is None else checked
+        self._results = {} if results is None else results
+        self._log = log
         self._addresses = {
             entry.id: f"{self.page_name(document.id)}#{entry.id}"
             for document in documents
@@ -136,14 +140,32 @@ class DocumentPages:
         return Markup('<a href="{}">{}</a>').format(address, id)
 
     def render_document(self, document: Document, in_course: bool = False) -> str:
-        """The page of a document; every entry is run. In a course it has links to the other
-        pages.
+        """The page of a document; entries without a result are run. In a course it has links to the
+        other pages.
         """
+        self._run_entries(document)
         with use_language(self.language):  # of the texts inside figures
-            results = {entry.id: self._check(entry) for entry in document.entries}
-            studies = dict.fromkeys(entry.study for entry in document.entries)
-            strips = {study: list(draw_study(study, self.language)) for study in studies}
-        figures = count()
+            return self._fill_page(document, in_course)
+
+    def _run_entries(self, document: Document) -> None:
+        left = [entry for entry in document.entries if entry.id not in self._results]
+        for entry in count_items(left, self._log, f"document {document.id}", "entries"):
+            self._results[entry.id] = entry.check()
+
+    def _fill_page(self, document: Document, in_course: bool) -> str:
+        results = {entry.id: self._results[entry.id] for entry in document.entries}
+        studies = dict.fromkeys(entry.study for entry in document.entries)
+        strips = {study: list(draw_study(study, self.language)) for study in studies}
+        num_figures = sum(result.picture is not None for result in results.values())
+        num_figures += sum(len(strips[entry.study]) for entry in document.entries)
+        numbers = count()
+
+        def draw(figure: Figure) -> Markup:
+            number = next(numbers)
+            name = f"drawing {self.page_name(document.id)}"
+            self._log(CountedMessage(name, number, num_figures, "figures"))
+            return draw_inline(figure, number)
+
         ids = [one.id for one in self.documents] if in_course else []
         place = ids.index(document.id) if in_course else 0
         return fill_template(
@@ -160,7 +182,7 @@ class DocumentPages:
             previous=ids[place - 1] if place > 0 else "",
             following="".join(ids[place + 1 : place + 2]),
             set_formula=self.set_formula,
-            draw=lambda figure: draw_inline(figure, next(figures)),
+            draw=draw,
             answer=partial(self._fill_answer, results),
             plain_formula=plain_formula,
             blocks=_blocks,
@@ -171,13 +193,6 @@ class DocumentPages:
             source=_read_source,
             **self._shared,
         )
-
-    def _check(self, entry: Entry) -> Result:
-        """The result of an entry; an earlier one in another language, if it has no figure."""
-        result = self._checked.get(entry.id)
-        if result is None or result.figure is not None:
-            result = self._checked[entry.id] = entry.check()
-        return result
 
     def _show_sliders(self, id: str) -> Markup:
         """The sliders beside an entry, at their start."""
@@ -238,7 +253,9 @@ class DocumentPages:
         """Write the pages, and the start page of a course, in both languages; yield the name of
         each.
         """
-        translated = DocumentPages(self.documents, self.other, self.language, self._checked)
+        translated = DocumentPages(
+            self.documents, self.other, self.language, self._results, self._log
+        )
         pair = (self, translated)
         for document in self.documents:
             for pages in pair:

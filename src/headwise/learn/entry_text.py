@@ -196,7 +196,7 @@ def format_entry(entry: Entry, result: Result, language: str) -> str:
     note = how_checked(entry)
     if note:
         lines += wrap_page(words.phrase(note), indent="    ")
-    if result.figure:
+    if result.picture:
         lines += wrap_page(words.phrase("figure"), indent="    ")
     if entry.reference:
         lines += wrap_page(f"{words.label('reference')}{words.reference(entry)}", indent="    ")

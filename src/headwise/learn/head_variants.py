@@ -18,9 +18,8 @@ from ..attention.interfaces.core_types import AuxLosses, Probe
 from ..attention.presets import design, from_toml
 from ..observe.bundled_sample import load_sample_model
 from ..observe.head_analysis.head_circuits import get_circuits
-from ..report.data import Figure
 from .catalogue import Outcome, judge
-from .matrix_figures import draw_grids, draw_matrices
+from .matrix_figures import Picture, draw_grids, draw_matrices
 from .measured_layers import largest_difference, make_layer, sample
 from .parameters_and_scaling import change_by_other_heads, mixes_let_heads_interact
 
@@ -51,7 +50,7 @@ def overlapping_heads(*, overlap: int = 1) -> Outcome:
     )
 
 
-def _draw_division(overlap: int) -> Figure:
+def _draw_division(overlap: int) -> Picture:
     """The channels of each of 3 heads with a hard and a soft division, and the influence of heads
     on each other.
     """

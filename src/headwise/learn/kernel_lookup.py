@@ -10,9 +10,8 @@ import torch.nn.functional as F
 
 from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
-from ..report.data import Figure
 from .catalogue import ItemList, Outcome, judge
-from .matrix_figures import draw_curves, draw_matrices
+from .matrix_figures import Picture, draw_curves, draw_matrices
 from .measured_layers import largest_difference, make_layer, sample, samples, size_text
 
 KEYS = (51.0, 56.0, 58.0)
@@ -109,7 +108,7 @@ def attention_weights(width: float) -> WeightFunction:
     return weigh
 
 
-def draw_estimates(methods: Mapping[str, WeightFunction]) -> Figure:
+def draw_estimates(methods: Mapping[str, WeightFunction]) -> Picture:
     """The estimate of each method from the first key to the last, and the stored pairs."""
     queries = [KEYS[0] + 0.1 * step for step in range(1, 70)]
     curves = {

@@ -1,16 +1,20 @@
 """Figures of the runs: matrices with their numbers or as shades, lines of heads over a sentence,
 the heads left of each class, curves, and bars or points of the numbers of a run.
+
+These functions return a `Picture`: called, it makes the figure in the current language, so that a
+run gives the pages of both.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial, wraps
 from itertools import chain
 from textwrap import fill
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ParamSpec
 
 import numpy as np
 import torch
@@ -34,6 +38,18 @@ CHARACTER_INCHES = 0.075  # of its label
 NO_LEVELS: Mapping[str, float] = MappingProxyType({})
 NO_LINES: Mapping[str, str] = MappingProxyType({})
 Heights = Mapping[str, Sequence[float]]
+Picture = Callable[[], Figure]
+P = ParamSpec("P")
+
+
+def make_later(draw: Callable[P, Figure]) -> Callable[P, Picture]:
+    """Let a function return a picture, which makes its figure."""
+
+    @wraps(draw)
+    def picture(*args: P.args, **kwargs: P.kwargs) -> Picture:
+        return partial(draw, *args, **kwargs)
+
+    return picture
 
 
 def format_cell(number: float) -> str:
@@ -45,11 +61,12 @@ def format_cell(number: float) -> str:
     return "-∞" if math.isinf(number) else f"{number:.2f}"
 
 
-def draw_matrices(named: Iterable[tuple[str, Any]], rows: Sequence[str] = ()) -> Figure:
+@make_later
+def draw_matrices(named: Sequence[tuple[str, Any]], rows: Sequence[str] = ()) -> Figure:
     """Matrices side by side, each with its name, all numbers of narrow ones printed; `rows` names
     the rows of the first, others have numbers.
 
-    >>> draw_matrices([("A", [[1.0, -2.0]])]).panels[0].texts
+    >>> draw_matrices([("A", [[1.0, -2.0]])])().panels[0].texts
     [['1.00', '-2.00']]
     """
     panels: list[HeatMap] = []
@@ -74,6 +91,7 @@ def _is_narrow(panel: HeatMap) -> bool:
     return panel.texts is not None and len(panel.columns) <= 4
 
 
+@make_later
 def draw_heads(
     heads: Sequence[tuple[str, Any]], queries: Sequence[str], keys: Sequence[str]
 ) -> Figure:
@@ -87,11 +105,12 @@ def draw_heads(
     return Figure(join_items(localise(name) for name, _ in heads), panels)
 
 
+@make_later
 def draw_columns(columns: Sequence[Mapping[str, int]], labels: Sequence[str], axis: str) -> Figure:
     """Stacked columns: the number of heads of each class, with its letter and colour, in each
     column.
 
-    >>> draw_columns([{"sink": 3}, {"sink": 1}], ["3", "1"], "heads left").panels[0].texts
+    >>> draw_columns([{"sink": 3}, {"sink": 1}], ["3", "1"], "heads left")().panels[0].texts
     {'sink': ['K 3', 'K 1']}
     """
     heights: dict[str, list[int]] = {}
@@ -110,11 +129,12 @@ def draw_columns(columns: Sequence[Mapping[str, int]], labels: Sequence[str], ax
     return Figure(localise(axis), [bars], legend)
 
 
+@make_later
 def draw_strips(title: str, rows: Mapping[str, tuple[Sequence[float], Estimate]]) -> Figure:
     """A column per name: a dot for each seed, and the mean with its interval beside them.
 
     >>> figure = draw_strips("copy", {"h1 minus h4": ([0.1, 0.0], Estimate(0.05, -0.1, 0.2))})
-    >>> figure.panels[0].series[0].ys
+    >>> figure().panels[0].series[0].ys
     [0.1, 0.0]
     """
     dots = [(place - 0.12, value) for place, row in enumerate(rows.values()) for value in row[0]]
@@ -135,6 +155,7 @@ def draw_strips(title: str, rows: Mapping[str, tuple[Sequence[float], Estimate]]
     return Figure(title, [Plot(series, x=axis, references=[Reference("y", 0.0)], size=size)])
 
 
+@make_later
 def draw_curves(
     curves: Mapping[str, Mapping[Any, float]],
     x_axis: str,
@@ -148,7 +169,7 @@ def draw_curves(
     line if it is not solid ("" for points alone), `levels` are lines across.
 
     >>> figure = draw_curves({"a": {1: 0.5, 2: 0.25}}, "n", "weight", log="xy")
-    >>> figure.panels[0].series[0].ys
+    >>> figure().panels[0].series[0].ys
     [0.5, 0.25]
     """
     series: list[Series] = []
@@ -198,6 +219,7 @@ def _format_value(value: float) -> str:
     return format_count(value) if abs(value) >= 10_000 else f"{value:.3g}"
 
 
+@make_later
 def draw_grids(
     named: Mapping[str, Any],
     x_axis: str = "",
@@ -208,7 +230,7 @@ def draw_grids(
     """Matrices of numbers from 0 as shades, each relative to its largest number; rows and columns
     are numbered from 0 without names.
 
-    >>> draw_grids({"weights": [[0.2, 0.4]]}).panels[0].values.tolist()
+    >>> draw_grids({"weights": [[0.2, 0.4]]})().panels[0].values.tolist()
     [[0.5, 1.0]]
     """
     panels: list[HeatMap] = []
@@ -232,6 +254,7 @@ def _count(number: int) -> list[str]:
     return list(map(str, range(number)))
 
 
+@make_later
 def draw_numbers(table: Mapping[str, Any], numbers: Mapping[str, Any]) -> Figure:
     """Numbers of a run as a table of an entry asks: bars, a curve over the columns, or points on a
     logarithmic axis.
@@ -240,7 +263,7 @@ def draw_numbers(table: Mapping[str, Any], numbers: Mapping[str, Any]) -> Figure
     of names, in which {} is the name of the column. `values` are further numbers, as published.
 
     >>> table = {"columns": {"1 head": "h1", "2 heads": "h2"}, "axis": "weight"}
-    >>> draw_numbers(table, {"h1": 0.5, "h2": 0.25}).panels[0].texts
+    >>> draw_numbers(table, {"h1": 0.5, "h2": 0.25})().panels[0].texts
     {'': ['0.5', '0.25']}
     """
     axis: str = table.get("axis", "")
@@ -255,7 +278,7 @@ def draw_numbers(table: Mapping[str, Any], numbers: Mapping[str, Any]) -> Figure
     if table.get("curve"):
         places = [int(label.replace(",", "")) for label in columns]
         curves = {name: dict(zip(places, ys, strict=True)) for name, ys in groups.items()}
-        return draw_curves(curves, x_axis, axis, log=log, levels=levels)
+        return draw_curves(curves, x_axis, axis, log=log, levels=levels)()
     labels = [fill(localise(label), 13) for label in columns]
     longest = max(len(line) for label in labels for line in label.splitlines())
     width = max(COLUMN_INCHES * len(groups) ** 0.5, CHARACTER_INCHES * longest) * len(columns)

@@ -27,10 +27,9 @@ from ..costs.complexity import (
     measure_layer_reach,
     measure_scaling,
 )
-from ..report.data import Figure
 from ..report.text import NOT_MEASURED, is_missing, median_time
 from .catalogue import Number, Outcome, judge
-from .matrix_figures import draw_curves, draw_grids
+from .matrix_figures import Picture, draw_curves, draw_grids
 
 
 def sample(seed: int, *shape: int) -> Tensor:
@@ -64,14 +63,14 @@ def make_layer(spec: AttentionSpec, seed: int = 0, scale: float | None = None) -
     return layer
 
 
-def draw_flops(names: Sequence[str], model: int) -> Figure:
+def draw_flops(names: Sequence[str], model: int) -> Picture:
     """FLOPs of layers of `headwise cost --complexity` by the number of tokens."""
     rows = {tokens: complexity_by_layer(tokens, model) for tokens in (64, 512, 4096, 32768)}
     curves = {name: {n: row[name].flops for n, row in rows.items()} for name in names}
     return draw_curves(curves, "tokens", "FLOPs", log="xy")
 
 
-def draw_masks(patterns: Mapping[str, str], tokens: int) -> Figure:
+def draw_masks(patterns: Mapping[str, str], tokens: int) -> Picture:
     """The pairs with a weight above 0 in a layer with each of these patterns."""
     masks: dict[str, Tensor] = {}
     for name, pattern in patterns.items():

@@ -57,7 +57,7 @@ def soft_addressing(*, sharp: float = 100.0) -> Outcome:
     is_between = entropies["hard"] < 0.1 * most < entropies["soft"] < 0.99 * most
     ordered = abs(entropies["average"] - most) < 1e-9 and is_between
     titles = ("scale near 0", "scale 1/sqrt(d_k)", f"scale {sharp:g}")
-    figure = draw_matrices(zip(titles, weights.values(), strict=True))
+    figure = draw_matrices(list(zip(titles, weights.values(), strict=True)))
     return judge(ordered, **entropies, most=most, figure=figure)
 
 

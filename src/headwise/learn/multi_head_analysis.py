@@ -29,12 +29,18 @@ from ..observe.head_analysis.head_metrics import argmax_offset_sums, select_larg
 from ..observe.head_analysis.head_table import HeadMeasures, Measure
 from ..observe.head_analysis.rank_analysis import measure_qk_spectra
 from ..observe.head_analysis.weight_bands import WeightBand
-from ..report.data import Figure
 from ..surgery.any_model import convert
 from ..surgery.conversion import ToCollaborative
 from .attention_mechanism import multi_head_formula
 from .catalogue import Outcome, Verdict, judge, judge_condition
-from .matrix_figures import draw_columns, draw_curves, draw_grids, draw_heads, draw_matrices
+from .matrix_figures import (
+    Picture,
+    draw_columns,
+    draw_curves,
+    draw_grids,
+    draw_heads,
+    draw_matrices,
+)
 from .measured_layers import entropy, largest_difference, make_layer, sample, weights_of
 from .misconceptions import redundant_heads
 from .parameters_and_scaling import heads_against_noise
@@ -170,7 +176,7 @@ def read_stored_heads() -> Any:
     return json.loads(STORED_HEADS.read_text(encoding="utf-8"))
 
 
-def draw_broad_and_next_head() -> Figure:
+def draw_broad_and_next_head() -> Picture:
     """A head of MiniLM that attends broadly, and one that attends to the next token."""
     stored = read_stored_heads()
     heads = [head for head in stored["gallery"] if head["class"] in ("broad", "next")]
@@ -271,7 +277,7 @@ def third_of_the_dimensions(*, model: nn.Module | None = None) -> Outcome:
     )
 
 
-def _draw_spectra(net: nn.Module) -> Figure:
+def _draw_spectra(net: nn.Module) -> Picture:
     """Share of the energy in the first dimensions of the summed W_Q W_K^T: of the first, the last
     and a Gaussian layer.
     """

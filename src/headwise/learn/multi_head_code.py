@@ -19,11 +19,10 @@ from ..attention.op_trace import walk
 from ..attention.presets import design
 from ..attention.tensor_attention import attend
 from ..models.families import read_model_spec
-from ..report.data import Figure
 from .attention_mechanism import causal_mask
 from .catalogue import Outcome, judge, judge_condition
 from .kernel_lookup import cross_attention, one_source_or_two
-from .matrix_figures import draw_grids, draw_matrices
+from .matrix_figures import Picture, draw_grids, draw_matrices
 from .measured_layers import largest_difference, make_layer, sample, size_text
 from .translator_runs import (
     MEASURED_TEXTS,
@@ -125,7 +124,7 @@ def shapes_of_the_steps(*, heads: int = 8) -> Outcome:
     return judge(num_matched == len(claimed), **numbers, figure=_walk_figure())
 
 
-def _walk_figure() -> Figure:
+def _walk_figure() -> Picture:
     """The eight steps of 3 tokens of width 4 with 2 heads, with their numbers."""
     layer = make_layer(design(model=4, heads=2))
     x = sample(5, 3, 4)

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..report.data import Estimate, Figure
+from ..report.data import Estimate
 from .catalogue import Number, Outcome, Text, Verdict, judge, read_toml
 from .language import localise
-from .matrix_figures import draw_strips
+from .matrix_figures import Picture, draw_strips
 
 NO_VALUES: Mapping[str, str] = MappingProxyType({})
 MOST_COMPARISONS = 12  # of a study with more, only the significant ones are listed
@@ -49,7 +49,7 @@ def list_claims(study: str, language: str) -> Iterator[str]:
             yield sentences["others"].fill(language, {"task": task, "others": others})
 
 
-def draw_study(study: str, language: str) -> Iterator[Figure]:
+def draw_study(study: str, language: str) -> Iterator[Picture]:
     """The strip picture of each task: the difference of every seed, and means with intervals."""
     for task, stored in read_stored("studies").get(study, {"tasks": {}})["tasks"].items():
         rows: dict[str, tuple[Sequence[float], Estimate]] = {}

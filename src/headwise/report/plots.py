@@ -447,18 +447,20 @@ def _draw_heat_map(axes: Axes, panel: HeatMap, theme: Theme) -> None:
         ramp = _ramp(theme)
         style: dict[str, Any] = {"interpolation": "nearest", "aspect": "auto"}
         axes.imshow(np.sqrt(values), cmap=ramp, vmin=0, vmax=1, **style)
+    inside = {"in_layout": False}  # to measure every cell would take long
     for row, column in product(range(cells[0]), range(cells[1])):
         strength = float(values[row, column])
         colour = theme.colour(panel.colours[row][column] or "empty") if panel.colours else ""
         if colour:
-            box: dict[str, Any] = {"edgecolor": theme.muted, "lw": 0.3, "alpha": strength}
+            box: dict[str, Any] = {"edgecolor": theme.muted, "lw": 0.3, "alpha": strength, **inside}
             axes.add_patch(
                 Rectangle((column - 0.47, row - 0.47), 0.94, 0.94, facecolor=colour, **box)
             )
         if panel.texts:
             ink = _ink(colour or theme.ramp[1], strength if colour else strength**0.5, theme)
             text = name_undrawable(panel.texts[row][column])
-            axes.text(column, row, text, ha="center", va="center", fontsize=7, color=ink)
+            centred: dict[str, Any] = {"ha": "center", "va": "center", **inside}
+            axes.text(column, row, text, fontsize=7, color=ink, **centred)
     for row, column in panel.marked:
         frame: dict[str, Any] = {"fill": False, "edgecolor": theme.palette[1], "lw": 1.1}
         axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **frame))
