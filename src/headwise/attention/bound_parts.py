@@ -84,6 +84,7 @@ class PartWeights(nn.Module):
     ) -> None:
         super().__init__()
         self.sizes: Mapping[str, int] = spec.sizes_of(part)
+        self.kv_head_of_query = spec.heads.kv_head_of_query
         self._borrowed = dict(borrowed)
         self.cached: dict[Any, Any] = {}
         params = part.params(spec)

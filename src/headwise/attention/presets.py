@@ -14,14 +14,17 @@ from .interfaces import Merge, Modifier, Part, Project
 from .interfaces.part import field_defaults
 from .masking.patterns import Full, PerHead, parse_pattern
 from .parts.collaborative import Collaborative
+from .parts.composed_heads import ComposedHeads
 from .parts.contextual_positions import ContextualPositions
 from .parts.differential import Differential, DifferentialV2
 from .parts.dot_product import DotProduct
 from .parts.dynamic_composition import DynamicComposition
 from .parts.entmax import Entmax
+from .parts.factored_queries import FactoredQueries
 from .parts.feature_map import FeatureMap, SumNormaliser
 from .parts.forgetting_attention import ForgetGate
 from .parts.gated_attention import HardConcreteGate, OutputGate
+from .parts.grouped_latent import GroupedLatent
 from .parts.latent_attention import MLAProjection
 from .parts.linear_projection import LinearProjection, ValueProjection
 from .parts.merges import ConcatMerge
@@ -36,6 +39,8 @@ from .parts.softmax import ScalableSoftmax, SinkSoftmax, Softmax, Softpick, Weig
 from .parts.stick_breaking import StickBreaking
 from .parts.synthesizer import AverageNormaliser
 from .parts.talking_heads import KnockingHeads, TalkingHeads
+from .parts.tensor_product import TensorProduct
+from .parts.tied_projections import TiedProjection
 from .spec.attention_spec import AttentionSpec, from_json as _from_json, from_toml as _from_toml
 from .spec.heads import Heads
 
@@ -233,6 +238,11 @@ def _quarter(heads: int) -> int:
     return max(kv for kv in range(1, max(1, heads // 4) + 1) if heads % kv == 0)
 
 
+def _two_groups(heads: int) -> int:
+    """Two groups of heads, or one if two are not equally large."""
+    return 2 if heads % 2 == 0 else 1
+
+
 def _routed(heads: int) -> MixtureOfHeads:
     """A quarter of all heads is always active, and each token chooses another half."""
     always = max(1, heads // 4)
@@ -356,6 +366,49 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
         dim=128,
         project=MLAProjection(rank=512, rope=64),
         modifiers=(Rotary(pairs="interleaved"),),
+    ),
+    "gla": _preset(
+        "Grouped latent attention: two latents of 256, each for half of the heads, and 64 RoPE "
+        "channels for all (2505.21487).",
+        **CAUSAL,
+        model=2048,
+        heads=16,
+        dim=128,
+        kv=_two_groups,
+        project=GroupedLatent(rank=256, rope=64),
+        modifiers=(Rotary(),),
+    ),
+    "gta": _preset(
+        "Grouped tied attention: one state is the value and half of the key of a group of heads, a "
+        "quarter as many groups as heads (2505.21487).",
+        **CAUSAL,
+        kv=_quarter,
+        project=TiedProjection(),
+        modifiers=(Rotary(),),
+    ),
+    "tpa": _preset(
+        "Tensor product attention: keys and values are sums of 2 products of two factors, queries "
+        "of 6 (2501.06425).",
+        **CAUSAL,
+        project=TensorProduct(),
+        modifiers=(Rotary(),),
+    ),
+    "mfa": _preset(
+        "Multi-matrix factorisation: one key and value head of 256 channels, and queries through "
+        "512 channels that all heads share (2412.19255).",
+        **CAUSAL,
+        kv=1,
+        dim=256,
+        project=FactoredQueries(rank=512),
+        modifiers=(Rotary(),),
+    ),
+    "mea": _preset(
+        "Explicit composition of heads (MEA): keys and values are learned sums of those of all "
+        "heads, and each head's output has a norm (2601.19611).\n\n"
+        "`project=ComposedHeads(components=4)` keeps half as many keys and values in the cache.",
+        **CAUSAL,
+        project=ComposedHeads(),
+        modifiers=(Rotary(), HeadNorm()),
     ),
     "moh": _preset(
         "Mixture of heads: a quarter of all heads are always active, and each token chooses "

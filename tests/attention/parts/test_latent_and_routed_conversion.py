@@ -19,11 +19,14 @@ from support.layer_cases import EVERY, EVERY_CASE, base, check_close
 NO_LATENT = {
     "Additive",
     "Collaborative",
+    "ComposedHead",
     "ContextualPosition",
     "Differential",
     "DifferentialV",
+    "FactoredQuerie",
     "FeatureMap",
     "Gaussian",
+    "GroupedLatent",
     "KeyQueryConvolution",
     "KnockingHead",
     "MLAProjection",
@@ -32,6 +35,8 @@ NO_LATENT = {
     "SelectiveAttention",
     "Shaw",
     "SumNormaliser",
+    "TensorProduct",
+    "TiedProjection",
     "ValueProjection",
 }
 ONES = {"ContinuousBias1", "HardConcreteGate4", "MixtureOfHeads4", "TalkingHeads2", "TalkingHeads3"}

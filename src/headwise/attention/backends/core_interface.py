@@ -347,6 +347,7 @@ class SelectedHeadParams:
         self.every = every
         self.heads = heads
         self.sizes: Mapping[str, int] = {**every.sizes, "q": len(heads)}
+        self.kv_head_of_query = tuple(every.kv_head_of_query[head] for head in heads)
         self.cached: dict[Any, Any] = {}
         layouts = {name: param.layout for name, param in part.params(spec).items()}
         # Shapes are found here, because compiled graphs call the other methods and cannot trace

@@ -143,9 +143,11 @@ class PartParams(Protocol):
     ``p[name]`` is a parameter, ``p.head(h)`` the slices of score head h, `broadcast_over_scores`
     all parameters reshaped to broadcast over a score tensor, and `trainable` those that are
     trained. A part may keep values in `cached` that it computed from constants.
+    `kv_head_of_query` has the key-value head of each query head.
     """
 
     sizes: Mapping[str, int]
+    kv_head_of_query: tuple[int, ...]
     cached: dict[Any, Any]
 
     @property

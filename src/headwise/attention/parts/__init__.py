@@ -1,7 +1,8 @@
 """The published attention variants, one part or a few siblings per file; importing this package
 registers them all.
 
-Projections: `linear_projection`, `latent_attention`, `overlapping_heads`, `collaborative`. Queries
+Projections: `linear_projection`, `factored_queries`, `latent_attention`, `grouped_latent`,
+`tied_projections`, `tensor_product`, `composed_heads`, `overlapping_heads`, `collaborative`. Queries
 and keys: `rotary_embedding`, `rms_norms`. Similarity: `dot_product` with additive and Gaussian ones
 and the soft cap, `feature_map` with its normaliser. Scores: `relative_position_bias` (tables, Shaw,
 continuous), `talking_heads` (and knocking heads), `dynamic_composition`, `synthesizer` (and average
@@ -20,14 +21,17 @@ from ..interfaces.part import REGISTRY
 
 if TYPE_CHECKING:
     from .collaborative import Collaborative, convert_to_collaborative
+    from .composed_heads import ComposedHeads
     from .contextual_positions import ContextualPositions
     from .differential import Differential, DifferentialV2
     from .dot_product import Additive, DotProduct, Gaussian, Softcap
     from .dynamic_composition import DynamicComposition
     from .entmax import Entmax
+    from .factored_queries import FactoredQueries
     from .feature_map import FeatureMap, SumNormaliser
     from .forgetting_attention import ForgetGate
     from .gated_attention import HardConcreteGate, HeadGate, OutputGate
+    from .grouped_latent import GroupedLatent
     from .latent_attention import MLAProjection, convert_to_latent
     from .linear_projection import LinearProjection, ValueProjection
     from .merges import ConcatMerge, SumMerge
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
     from .stick_breaking import StickBreaking
     from .synthesizer import AverageNormaliser, LearnedScores
     from .talking_heads import KnockingHeads, TalkingHeads
+    from .tensor_product import TensorProduct
+    from .tied_projections import TiedProjection
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

@@ -57,31 +57,17 @@ class HeadProjection(Project):
         return absorb_matrix_per_head(weights, names, matrix)
 
 
-@part
-class LinearProjection(HeadProjection):
-    """q = x W_Q + b_Q, k = z W_K + b_K, v = z W_V + b_V; keys and values are cached.
+class KeyValueProjection(HeadProjection):
+    """Base class of projects that cache keys z W_K + b_K and values z W_V + b_V."""
 
-    `bias` names the projections that have one: "qkv", "q", "". With 8 query heads of 64 channels on
-    2 key-value heads, 256 numbers are cached per token:
-
-    >>> import headwise as hw
-    >>> hw.costs.cached_numbers_per_token(hw.design(model=512, heads=8, kv=2))
-    256
-    """
-
-    paper = "1706.03762"
     uses_head_dims: ClassVar[bool] = True
     caches_keys_and_values: ClassVar[bool] = True
     letter_fields: ClassVar = {"bias": "qkv"}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         axis = spec.heads.value_axis
-        weights = {
-            "q": weight("(q dim) model", xavier_uniform, "query"),
-            "k": weight("(kv dim) source", xavier_uniform, "source"),
-            "v": weight(f"({axis} vdim) source", xavier_uniform, "source"),
-        }
         rows = {"q": "(q dim)", "k": "(kv dim)", "v": f"({axis} vdim)"}
+        weights = {side: weight(f"{rows[side]} source", xavier_uniform, "source") for side in "kv"}
         return weights | {f"{side}_bias": weight(rows[side], zeros_init) for side in self.bias}
 
     def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
@@ -95,9 +81,6 @@ class LinearProjection(HeadProjection):
         keys = heads.kv_head_of_query
         return CoreShape(keys, spec.value_head_of_row, heads.dim, heads.vdim, heads.dim**-0.5)
 
-    def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:
-        return transform(self._project(x_BTD, "q", ("q", "dim"), p), "q")
-
     def project_kv(
         self, z_BSE: Tensor, transform: TransformsQK, p: PartParams
     ) -> dict[str, Tensor]:
@@ -108,6 +91,36 @@ class LinearProjection(HeadProjection):
             flat = linear_many(z_BSE, (p["k"], p["v"]))
             projected = [_split_heads(y, axes[side], p) for side, y in zip(axes, flat, strict=True)]
         return {side: transform(y, side) for side, y in zip(axes, projected, strict=True)}
+
+    def expand_kv(
+        self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams
+    ) -> tuple[Tensor, Tensor]:
+        return entry["k"], entry["v"]
+
+    def _project(self, x: Tensor, side: str, axes: tuple[str, str], p: PartParams) -> Tensor:
+        bias = p[f"{side}_bias"] if side in self.bias else None
+        return _split_heads(linear(x, p[side], bias), axes, p)
+
+
+@part
+class LinearProjection(KeyValueProjection):
+    """q = x W_Q + b_Q, k = z W_K + b_K, v = z W_V + b_V; keys and values are cached.
+
+    `bias` names the projections that have one: "qkv", "q", "". With 8 query heads of 64 channels on
+    2 key-value heads, 256 numbers are cached per token:
+
+    >>> import headwise as hw
+    >>> hw.costs.cached_numbers_per_token(hw.design(model=512, heads=8, kv=2))
+    256
+    """
+
+    paper = "1706.03762"
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        return {"q": weight("(q dim) model", xavier_uniform, "query"), **super().params(spec)}
+
+    def project_query(self, x_BTD: Tensor, transform: TransformsQK, p: PartParams) -> Tensor:
+        return transform(self._project(x_BTD, "q", ("q", "dim"), p), "q")
 
     def project_qkv(
         self, x_BTD: Tensor, transform: TransformsQK, p: PartParams
@@ -126,15 +139,6 @@ class LinearProjection(HeadProjection):
         v_BSGV = v.view(batch, tokens, sizes["v"], sizes["vdim"])
         entry = {"k": transformed, "v": transform(v_BSGV, "v")}
         return transform(q_BTHK, "q"), entry
-
-    def expand_kv(
-        self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams
-    ) -> tuple[Tensor, Tensor]:
-        return entry["k"], entry["v"]
-
-    def _project(self, x: Tensor, side: str, axes: tuple[str, str], p: PartParams) -> Tensor:
-        bias = p[f"{side}_bias"] if side in self.bias else None
-        return _split_heads(linear(x, p[side], bias), axes, p)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

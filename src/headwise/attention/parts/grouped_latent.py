@@ -1,0 +1,118 @@
+"""Grouped latent attention: several latents, each for the keys and values of a group of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..interfaces.core_types import (
+    AxisLayout,
+    CallSize,
+    CoreShape,
+    Param,
+    PartParams,
+    SpecFactory,
+    TransformsQK,
+)
+from ..interfaces.part import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import ones_init, weight, xavier_uniform
+from .latent_attention import MLAProjection
+
+
+@part
+class GroupedLatent(MLAProjection):
+    """c_g = RMSNorm(z W_DKV^g) for each group g of heads, r = RoPE(z W_KR) for all; k_h = [c_g W_UK_h,
+    r], v_h = c_g W_UV_h (2505.21487).
+
+    MLA with several latents of `rank` numbers: as many as key-value heads, `kv`, each used by the
+    query heads of its group. Latents can so be divided over devices together with their heads. With
+    two latents of 256 a token has as many numbers as with MLA's one of 512:
+
+    >>> import headwise as hw
+    >>> spec = hw.design(model=4096, heads=32, kv=2, dim=128, project=GroupedLatent(rank=256))
+    >>> hw.costs.cached_numbers_per_token(spec), 2 * 256 + 64
+    (576, 576)
+    """
+
+    paper = "2505.21487"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        "The code of 2603.02188 multiplies latents after their norm by sqrt(model / rank), the "
+        "authors' code does not; neither do we.",
+    )
+    supports_grouping: ClassVar[bool] = True
+    field_choices: ClassVar = {**MLAProjection.field_choices, "bias": ("", "q")}
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if spec.heads.value_heads:
+            yield "GroupedLatent has one latent for keys and values; leave value_heads out"
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        applied = "query" if self.form == "absorbed" else "recalled"
+        of_queries = {
+            name: param for name, param in super().params(spec).items() if name.startswith("q")
+        }
+        return of_queries | {
+            "kv_down": weight("(kv rank) source", xavier_uniform, "source"),
+            "rotary_down": weight("rope source", xavier_uniform, "source"),
+            **({"kv_norm": weight("kv rank", ones_init)} if self.norm == "rms" else {}),
+            "k_up": weight("(q dim) rank", xavier_uniform, applied),
+            "v_up": weight("(q vdim) rank", xavier_uniform, applied),
+        }
+
+    def flops(self, spec: AttentionSpec, work: CallSize) -> int:
+        if self.form == "expanded":
+            return 0
+        unused = spec.heads.q - len(spec.score_head_of_row)
+        return -2 * unused * spec.heads.vdim * self.rank * work.tokens("query")
+
+    def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
+        return {"c": AxisLayout.parse("kv rank"), "r": AxisLayout.parse("rope")}
+
+    def core(self, spec: AttentionSpec) -> CoreShape:
+        heads = spec.heads
+        scale = (heads.dim + self.rope) ** -0.5
+        rows = spec.score_head_of_row
+        if self.form == "expanded":
+            width = heads.dim + self.rope
+            return CoreShape(tuple(range(heads.q)), rows, width, heads.vdim, scale)
+        latents = heads.kv_head_of_query
+        of_rows = tuple(latents[head] for head in rows)
+        return CoreShape(latents, of_rows, self.rank + self.rope, self.rank, scale)
+
+    def project_kv(
+        self, z_BSE: Tensor, transform: TransformsQK, p: PartParams
+    ) -> dict[str, Tensor]:
+        c_BSGR = F.linear(z_BSE, p["kv_down"]).unflatten(-1, (-1, self.rank))
+        if self.norm == "rms":
+            c_BSGR = F.rms_norm(c_BSGR, (self.rank,), None, self.eps) * p["kv_norm"]
+        r = F.linear(z_BSE, p["rotary_down"])
+        return {"c": c_BSGR, "r": transform(r[..., None, :], "k").squeeze(-2)}
+
+    def expand_kv(
+        self, entry: Mapping[str, Tensor], transform: TransformsQK, p: PartParams
+    ) -> tuple[Tensor, Tensor]:
+        c_BSGR = entry["c"]
+        shared = entry["r"][..., None, :]
+        if self.form == "absorbed":
+            keys = torch.cat([c_BSGR, shared.expand(*c_BSGR.shape[:-1], -1)], -1)
+            return keys, c_BSGR
+        c_BSHR = c_BSGR[:, :, list(p.kv_head_of_query)]
+        k, v = (
+            torch.einsum("bshr,hkr->bshk", c_BSHR, p[name].unflatten(0, (c_BSHR.shape[2], -1)))
+            for name in ("k_up", "v_up")
+        )
+        return torch.cat([k, shared.expand(*k.shape[:-1], -1)], -1), v
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        from .rotary_embedding import Rotary
+
+        rotary = (Rotary(),)
+        yield base(project=cls(rank=8, rope=2), modifiers=rotary, pattern="causal", vdim=5, kv=2)
+        yield base(project=cls(rank=8, rope=2, query_rank=9), modifiers=rotary, kv=3)
+        yield base(project=cls(rank=8, rope=0, form="absorbed", norm="none", bias="q"), kv=2)
