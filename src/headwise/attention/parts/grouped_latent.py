@@ -26,8 +26,8 @@ from .latent_attention import MLAProjection
 
 @part
 class GroupedLatent(MLAProjection):
-    """c_g = RMSNorm(z W_DKV^g) for each group g of heads, r = RoPE(z W_KR) for all; k_h = [c_g W_UK_h,
-    r], v_h = c_g W_UV_h (2505.21487).
+    """c_g = RMSNorm(z W_DKV^g) for each group g of heads, r = RoPE(z W_KR) for all;
+    k_h = [c_g W_UK_h, r], v_h = c_g W_UV_h (2505.21487).
 
     MLA with several latents of `rank` numbers: as many as key-value heads, `kv`, each used by the
     query heads of its group. Latents can so be divided over devices together with their heads. With
