@@ -417,6 +417,18 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
         modifiers=lambda heads: (Rotary(), _routed(heads)),
     ),
     "moh_vit": _moh_vit,
+    "moa": _preset(
+        "Mixture of attention heads (MoA): each token chooses 8 of 32 query heads, which share one "
+        "key and value head (2210.05144).",
+        **CAUSAL,
+        heads=32,
+        dim=64,
+        kv=1,
+        modifiers=lambda heads: (
+            Rotary(),
+            MixtureOfHeads(always=0, active=max(1, heads // 4), norm="moa"),
+        ),
+    ),
     "dcmha": _preset(
         "Dynamically composable heads (DCMHA): mixes scores and weights, each with rank 2 "
         "(2405.08553).",

@@ -32,8 +32,8 @@ BAD_INPUT = 2  # exit code for invalid arguments or input
 # The names are repeated here so that --help need not import torch; a test compares them with
 # headwise.attention.presets.
 PRESET_NAMES = (
-    "mha gqa mqa mla gla gta tpa mfa mea moh moh_vit dcmha mohsa collaborative talking diff diff2 "
-    "entmax linear performer longformer longformer_dilated streaming_retrieval bigbird kha gated "
+    "mha gqa mqa mla gla gta tpa mfa mea moh moh_vit moa dcmha mohsa collaborative talking diff "
+    "diff2 entmax linear performer longformer longformer_dilated streaming_retrieval bigbird kha gated "
     "sinks ssmax softpick stick_breaking forgetting selective cope mta average"
 )
 PRESETS = PRESET_NAMES.split()
@@ -115,7 +115,7 @@ def terminal_language(option: str | None) -> str:
 class SpecOptions(Options):
     """Options that name a spec and change it.
 
-    SPEC  a preset (mha, gqa, mqa, mla, gla, gta, tpa, mfa, mea, moh, moh_vit, dcmha, mohsa,
+    SPEC  a preset (mha, gqa, mqa, mla, gla, gta, tpa, mfa, mea, moh, moh_vit, moa, dcmha, mohsa,
         collaborative, talking, diff, diff2, entmax, linear, performer, longformer,
         longformer_dilated, streaming_retrieval, bigbird, kha, gated, sinks, ssmax, softpick,
         stick_breaking, forgetting, selective, cope, mta, average), a .toml, .json or .gguf file, a

@@ -1,4 +1,6 @@
-"""Mixture-of-head attention (MoH): a router chooses the active heads of each token."""
+"""A router chooses the active heads of each token: mixture-of-head attention (MoH), and mixture of
+attention heads (MoA).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class MixtureOfHeads(Gate):
     code: the gates of the chosen heads are p, renormalised to sum to `active` (so a uniform router
     gives 1); the gates of the shared heads are a separate softmax that sums to `always`; and the
     two kinds are weighted by 2 softmax(x W_h). norm="paper" omits these factors and the
-    renormalisation (eq. 5, 6).
+    renormalisation (eq. 5, 6). norm="moa" follows MoA (2210.05144), which has no shared heads: the
+    gates of the chosen heads are p over their sum, which gets no gradient.
 
     router="norm" has no parameters and suits trained models: p = softmax(|q_i| / s), where s is the
     unbiased standard deviation of |q_i| over the routed heads. Gates are 0 or 1, and always 1 for
@@ -44,7 +47,8 @@ class MixtureOfHeads(Gate):
 
     Ties go to the first head. In training, the auxiliary loss "balance" is E sum_i P_i f_i, where
     P_i is the mean of p and f_i the fraction of tokens that chose head i; in the paper, and with
-    norm="paper", it has no factor E. Auxiliary losses are summed over layers: balance="sum" is the
+    norm="paper", it has no factor E, and with norm="moa" f_i is a fraction of all choices. MoA adds
+    the loss "z", the mean of (log sum exp(x W_r))^2. Auxiliary losses are summed over layers: balance="sum" is the
     sum over layers, "mean", as released, the mean over the `layers` of a stack of routed layers
     only; `at_depth` sets their number.
 
@@ -85,7 +89,7 @@ class MixtureOfHeads(Gate):
     balance: str = "sum"
     layers: int = 1
     field_choices: ClassVar = {
-        "norm": ("code", "paper"),
+        "norm": ("code", "paper", "moa"),
         "router": ("learned", "norm"),
         "balance": ("sum", "mean"),
     }
@@ -101,6 +105,11 @@ class MixtureOfHeads(Gate):
             yield (
                 f"MixtureOfHeads(layers={self.layers}) is the number of layers of a mean; use "
                 "balance='mean', or leave it out"
+            )
+        if self.norm == "moa" and (self.always or self.router == "norm"):
+            yield (
+                "MixtureOfHeads(norm='moa') has a learned router for all heads; use always=0 and "
+                "router='learned'"
             )
         if not (0 <= self.always <= heads and 0 <= self.active <= heads - self.always):
             yield (
@@ -203,22 +212,26 @@ class MixtureOfHeads(Gate):
         return F.linear(x_BTD, p["shared"]).softmax(-1) * self._factor(self.always)
 
     def _routed(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
-        probabilities = self._router_scores(context, p).softmax(-1)
+        scores = self._router_scores(context, p)
+        probabilities = scores.softmax(-1)
         best = probabilities.sort(dim=-1, descending=True, stable=True).indices[..., : self.active]
         chosen = torch.zeros_like(probabilities).scatter(-1, best, 1.0)
         if aux_losses is not None:
-            aux_losses.set("balance", self._balance(context, probabilities, chosen, aux_losses))
+            columns = (scores.logsumexp(-1, keepdim=True).square(), probabilities, chosen)
+            size, mean, frequency = self._means_over_tokens(context, columns, aux_losses)
+            factor = self._balance_factor(len(mean)) / self.layers
+            aux_losses.set("balance", factor * (mean * frequency).sum())
+            if self.norm == "moa":
+                aux_losses.set("z", size.sum())
         if self.router == "norm":
             return (chosen + (probabilities - probabilities.detach())).to(context.q_BTHK.dtype)
         if self.norm == "paper":
             return probabilities * chosen
         total = (probabilities * chosen).sum(-1, keepdim=True)
-        return (
-            self.active
-            * probabilities
-            * chosen
-            / total.clamp(min=torch.finfo(probabilities.dtype).eps)
-        )
+        total = total.clamp(min=torch.finfo(probabilities.dtype).eps)
+        if self.norm == "moa":
+            return probabilities * chosen / total.detach()
+        return self.active * probabilities * chosen / total
 
     def _router_scores(self, context: QueryContext, p: PartParams) -> Tensor:
         if self.router == "learned":
@@ -233,18 +246,21 @@ class MixtureOfHeads(Gate):
         # gradient.
         return length / variance.clamp(min=torch.finfo(length.dtype).eps ** 2).sqrt()
 
-    def _balance(
-        self, context: QueryContext, probabilities: Tensor, chosen: Tensor, aux_losses: AuxLosses
-    ) -> Tensor:
-        live = context.sequence.is_real.expand(probabilities.shape[:-1])[..., None].to(
-            torch.promote_types(probabilities.dtype, torch.float32)
+    def _balance_factor(self, routed: int) -> float:
+        return routed / self.active if self.norm == "moa" else self._factor(routed)
+
+    @staticmethod
+    def _means_over_tokens(
+        context: QueryContext, tensors_BTN: Sequence[Tensor], aux_losses: AuxLosses
+    ) -> list[Tensor]:
+        """The mean of each column over the tokens of the batch that are no padding."""
+        live = context.sequence.is_real.expand(tensors_BTN[0].shape[:-1])[..., None].to(
+            torch.promote_types(tensors_BTN[0].dtype, torch.float32)
         )
-        sums = [live.sum((0, 1)), *((t * live).sum((0, 1)) for t in (probabilities, chosen))]
-        count, mean, frequency = aux_losses.sum_over(torch.cat(sums), "tokens").split(
-            [1, *chosen.shape[-1:] * 2]
-        )
-        mean, frequency = (total / count.clamp(min=1) for total in (mean, frequency))
-        return self._factor(probabilities.shape[-1]) / self.layers * (mean * frequency).sum()
+        sums = [live.sum((0, 1)), *((t * live).sum((0, 1)) for t in tensors_BTN)]
+        widths = [1, *(t.shape[-1] for t in tensors_BTN)]
+        count, *totals = aux_losses.sum_over(torch.cat(sums), "tokens").split(widths)
+        return [total / count.clamp(min=1) for total in totals]
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -253,6 +269,7 @@ class MixtureOfHeads(Gate):
         yield base(modifiers=(cls(always=2, active=3),), pattern="causal", kv=2)
         yield base(modifiers=(cls(always=1, active=2, norm="paper"),), vdim=5)
         yield base(modifiers=(cls(always=0, active=2),))
+        yield base(modifiers=(cls(always=0, active=2, norm="moa"),), kv=1, pattern="causal")
         yield base(modifiers=(cls(always=2, active=3, heads=6, balance="mean", layers=3),))
         yield base(
             modifiers=(Rotary(), cls(always=2, active=3, router="norm")), pattern="causal", kv=2
