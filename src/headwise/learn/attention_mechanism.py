@@ -86,7 +86,7 @@ def attention_formula(*, power: float = 0.5) -> Outcome:
     return judge(difference < 1e-12, difference=difference, shape=shape)
 
 
-WORDS = ("我", "爱", "你")
+WORDS = ("I", "love", "you")
 
 
 def five_steps(*, power: float = 0.5) -> Outcome:
@@ -104,8 +104,11 @@ def five_steps(*, power: float = 0.5) -> Outcome:
     difference = largest_difference(output, attend(q, k, v, causal=True)[0])
     row_sum = float(weights.sum(-1).max())
     steps = [
+        ("Q", q),
+        ("K", k),
+        ("V", v),
         ("1 QK^T", scores),
-        ("2 / √d_k", scaled),
+        ("2 / √d_k, d_k = 2", scaled),
         ("3 mask", masked),
         ("4 softmax", weights),
         ("5 · V", output),

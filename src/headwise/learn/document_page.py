@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count, groupby
+from itertools import chain, count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,15 @@ from ..report.progress import CountedMessage, count_items
 from ..report.render import fill_template
 from ..util.files import write_atomically
 from ..util.output_paths import FolderKind
-from .catalogue import Document, Entry, Result, Text, Verdict, read_toml
-from .document_sections import Exercise, load_covers, load_formulas, load_mathml, load_sections
+from .catalogue import Document, Entry, Kind, Result, Text, Verdict, read_toml
+from .document_sections import (
+    Exercise,
+    load_covers,
+    load_formulas,
+    load_mathml,
+    load_sections,
+    load_words,
+)
 from .entry_text import Words, describe_study, font_note, how_checked, plain_formula
 from .inline_figures import draw_inline
 from .language import LANGUAGES, join_clauses, localise, use_language
@@ -79,6 +86,7 @@ class DocumentPages:
         self._mathml = load_mathml()
         self._words = Words(language)
         labels = read_toml("course")["labels"]
+        self._quotes = labels["quotes"][language]
         self._shared: dict[str, Any] = {
             "words": self._words,
             "label": {name: self.choose(Text(**table)) for name, table in labels.items()},
@@ -154,10 +162,17 @@ class DocumentPages:
 
     def _fill_page(self, document: Document, in_course: bool) -> str:
         results = {entry.id: self._results[entry.id] for entry in document.entries}
-        studies = dict.fromkeys(entry.study for entry in document.entries)
-        strips = {study: list(draw_study(study, self.language)) for study in studies}
+        sections = [one for one in load_sections(document.id) if {*one.entries} & {*results}]
+        studies = {entry.id: entry.study for entry in document.entries}
+        first_of_study: dict[str, str] = {}
+        for id in chain.from_iterable(one.entries for one in sections):
+            if studies.get(id):
+                first_of_study.setdefault(studies[id], id)
+        strips = {
+            id: list(draw_study(study, self.language)) for study, id in first_of_study.items()
+        }
         num_figures = sum(result.picture is not None for result in results.values())
-        num_figures += sum(len(strips[entry.study]) for entry in document.entries)
+        num_figures += sum(map(len, strips.values()))
         numbers = count()
 
         def draw(figure: Figure) -> Markup:
@@ -171,7 +186,9 @@ class DocumentPages:
         return fill_template(
             FOLDER / "document_page.html",
             document=document,
-            sections=[one for one in load_sections(document.id) if {*one.entries} & {*results}],
+            sections=sections,
+            title=self._title,
+            first_of_study=first_of_study,
             formulas=load_formulas(document.id),
             entries={entry.id: entry for entry in document.entries},
             results=results,
@@ -193,6 +210,13 @@ class DocumentPages:
             source=_read_source,
             **self._shared,
         )
+
+    def _title(self, entry: Entry) -> Markup:
+        """The statement of an entry, in quotation marks if it is a claim of the source."""
+        line = self.choose(entry.line)
+        if entry.kind in (Kind.CLAIM, Kind.QUESTION):
+            line = self._quotes.replace("{text}", line)
+        return self.set_text(line)
 
     def _show_sliders(self, id: str) -> Markup:
         """The sliders beside an entry, at their start."""
@@ -232,6 +256,8 @@ class DocumentPages:
             counts=counts,
             verdicts=list(Verdict),
             sections={one.id: load_sections(one.id) for one in self.documents},
+            guide=load_words("guide"),
+            glossary=load_words("word"),
             **self._shared,
         )
 

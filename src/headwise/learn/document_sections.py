@@ -1,6 +1,6 @@
 """`Section`: a part of a source document, told in our words, with its entries and exercises. The
 texts and the formulas are in `sections_000.toml` to `sections_004.toml`; `course.toml` has the
-order of the documents for beginners.
+order of the documents for beginners, `reading_guide.toml` what they should know and the terms.
 """
 
 from __future__ import annotations
@@ -99,6 +99,12 @@ def load_covers() -> dict[str, Cover]:
         table["id"]: Cover(*(read_text(table[one.name]) for one in fields(Cover)))
         for table in covers
     }
+
+
+def load_words(kind: str) -> list[tuple[Text, Text]]:
+    """Return names with their explanations: how to read the pages ("guide"), or terms ("word")."""
+    tables = read_toml("reading_guide")[kind]
+    return [(read_text(table["name"]), read_text(table["text"])) for table in tables]
 
 
 def list_formulas() -> list[str]:

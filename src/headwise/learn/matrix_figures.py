@@ -30,7 +30,8 @@ HIDDEN = "#C9C9C4"  # of -inf, the score of a masked key
 STRENGTH = 0.75  # of the largest number, so that its text is easy to read
 # Of a shade, by the most columns of the matrix.
 CELL_INCHES = {9: 0.28, 14: 0.13, 26: 0.11, 40: 0.085, 1000: 0.043}
-PAGE_INCHES = 6.8  # of a row of pictures
+PAGE_INCHES = 6.7  # of a row of pictures
+CELL_HEIGHT = 0.32  # inches of a printed number
 MOST_NUMBERS = 9  # columns of a matrix with printed numbers
 MOST_MARKERS = 12  # points of a curve with a marker each
 COLUMN_INCHES = 0.62  # of a column of bars
@@ -64,7 +65,7 @@ def format_cell(number: float) -> str:
 @make_later
 def draw_matrices(named: Sequence[tuple[str, Any]], rows: Sequence[str] = ()) -> Figure:
     """Matrices side by side, each with its name, all numbers of narrow ones printed; `rows` names
-    the rows of the first, others have numbers.
+    the rows of those with as many, others have numbers.
 
     >>> draw_matrices([("A", [[1.0, -2.0]])])().panels[0].texts
     [['1.00', '-2.00']]
@@ -79,12 +80,16 @@ def draw_matrices(named: Sequence[tuple[str, Any]], rows: Sequence[str] = ()) ->
         colours = np.where(np.isinf(numbers), HIDDEN, signs).tolist()
         texts = [list(map(format_cell, row)) for row in numbers.tolist()]
         places = [list(map(str, range(1, count + 1))) for count in numbers.shape]
-        labels = places[0] if panels or not rows else list(rows)
+        labels = list(map(localise, rows)) if len(rows) == len(numbers) else places[0]
         title = localise(name)
         shown = texts if numbers.shape[1] <= MOST_NUMBERS else None
         panels.append(HeatMap(strengths, labels, places[1], title, texts=shown, colours=colours))
     title = join_items(panel.title for panel in panels)
-    return Figure(title, panels, num_columns=3 if all(map(_is_narrow, panels)) else 2)
+    if not all(map(_is_narrow, panels)):
+        return Figure(title, panels, num_columns=2)
+    width = PAGE_INCHES / 3
+    narrow = [replace(one, size=(width, CELL_HEIGHT * len(one.rows) + 0.7)) for one in panels]
+    return Figure(title, narrow, num_columns=3)
 
 
 def _is_narrow(panel: HeatMap) -> bool:

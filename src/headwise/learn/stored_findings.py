@@ -33,11 +33,18 @@ def read_stored(name: str) -> Any:
 def list_claims(study: str, language: str) -> Iterator[str]:
     """Sentences with the scores and the comparisons of a study; none without stored results."""
     sentences = {name: Text(**text) for name, text in read_toml("words")["claims"].items()}
+    tasks = {name: Text(**text) for name, text in read_toml("reading_guide")["tasks"].items()}
     for task, stored in read_stored("studies").get(study, {"tasks": {}})["tasks"].items():
         metric = stored["metric"]
         values = [f"{name} {one[metric]:.3f}" for name, one in stored["scores"].items()]
         scores = (", " if language == "en" else "、").join(values)
-        yield sentences["scores"].fill(language, {"task": task, "scores": scores, "metric": metric})
+        about = tasks.get(task.partition("-")[0])
+        described = task
+        if about is not None:
+            meaning = {"task": task, "about": about.fill(language, {})}
+            described = sentences["task"].fill(language, meaning)
+        numbers = {"task": described, "scores": scores, "metric": metric}
+        yield sentences["scores"].fill(language, numbers)
         shown = _shown_comparisons(stored["comparisons"])
         for name, one in shown.items():
             verdict = localise("significant" if one["significant"] else "not significant")
