@@ -297,7 +297,10 @@ def queries_and_keys(*, queries: int = 5, keys: int = 7) -> Outcome:
 
 
 def weight_matrix(*, normaliser: str = "Softmax") -> Outcome:
-    """Row i of alpha(Q, K) holds the weights of query i: they are positive and sum to 1."""
+    """Row i of alpha(Q, K) holds the weights of query i: they are positive and sum to 1.
+
+    `hand` and `out` are the weights and the output of the exercise by hand, (1, 1) over three keys.
+    """
     spec = from_toml(
         f'model = 8\nheads = {{q = 1, dim = 8}}\nnormaliser = {{part = "{normaliser}"}}'
     )
@@ -311,7 +314,14 @@ def weight_matrix(*, normaliser: str = "Softmax") -> Outcome:
     sums = solution.sum(-1)
     holds = float((sums - 1).abs().max()) < 1e-9
     figure = draw_matrices([("weights", solution)])
-    return judge(holds, rows=3, columns=4, first_sum=float(sums[0]), figure=figure)
+    q = torch.ones(1, 2, dtype=torch.float64)
+    k = torch.tensor([[2.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    v = torch.tensor([[1.0, 2.0], [3.0, 0.0], [5.0, 4.0]], dtype=torch.float64)
+    output, weights = attend(q, k, v, need_weights=True)
+    assert weights is not None
+    by_hand = {f"hand_{n}": weight for n, weight in enumerate(weights[0].tolist(), 1)}
+    by_hand |= {f"out_{n}": number for n, number in enumerate(output[0].tolist(), 1)}
+    return judge(holds, rows=3, columns=4, first_sum=float(sums[0]), figure=figure, **by_hand)
 
 
 def one_source_or_two(*, other_source: bool = False) -> Outcome:
