@@ -89,7 +89,7 @@ def test_notes_name_what_texts_were_used_for(options, uses, folders, tmp_path, c
     assert verification["texts"] == (5 if uses else 11)
 
 
-@pytest.mark.parametrize("form", ["mha", "latent", "collaborative=24", "routed=2,2"])
+@pytest.mark.parametrize("form", ["mha", "latent", "collaborative=24", "composed=4", "routed=2,2"])
 def test_other_forms(form, folders, tmp_path, capsys):
     name, out = "gpt" if form.startswith("coll") else "ours", tmp_path / "out"
     if name == "gpt":

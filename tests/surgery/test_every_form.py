@@ -15,7 +15,13 @@ import torch
 import headwise as hw
 from headwise.observe.head_analysis.annotated_examples import Example
 from headwise.surgery import AttentionConversion, HeadRanking, Pool
-from headwise.surgery.conversion import ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
+from headwise.surgery.conversion import (
+    ToCollaborative,
+    ToComposed,
+    ToLatent,
+    ToMHA,
+    ToMixtureOfHeads,
+)
 from headwise.surgery.hf_export.model_folder import write_model_folder
 from headwise.util.errors import SpecError
 from support.transformers_models import FALLBACK, LLAMA, WIDE, WORDS, ZOO, TransformersModel
@@ -26,6 +32,7 @@ FORMS = {
     "collaborative": ToCollaborative(16),
     "one key-value head per query head": ToMHA(),
     "mixture of heads": ToMixtureOfHeads(1, 1, HeadRanking("random")),
+    "composed": ToComposed(2),
 }
 PER_HEAD = "transforms the queries and keys of each head"
 ROUTED = "needs queries of different lengths"
@@ -63,6 +70,10 @@ RESULTS = {
     "bloom": (OURS, OURS, OURS, PLAIN, OURS),
     "mixtral": (PLAIN, OURS, PER_HEAD, PLAIN, OURS),
 }
+SLICE = "only a slice of the queries and keys"
+NOT_COMPOSED = {"deepseek": "with project MLAProjection"}  # and those with norms of queries
+NOT_COMPOSED |= dict.fromkeys(("qwen3", "gemma3", "olmo2"), SLICE)
+RESULTS = {family: (*row, NOT_COMPOSED.get(family, OURS)) for family, row in RESULTS.items()}
 NEOX = {
     "hidden_size": WIDE,
     "num_hidden_layers": 2,

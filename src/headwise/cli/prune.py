@@ -320,19 +320,25 @@ def _gate_training(args: Any, run: CompressionRun) -> GateTrainingOptions:
     )
 
 
-CONVERSION_FORMS = ("mha", "latent", "collaborative=WIDTH", "routed=ALWAYS,ACTIVE")
-FORM = re.compile(r"mha|latent|collaborative=(?P<width>\d+)|routed=(?P<always>\d+),(?P<active>\d+)")
+CONVERSION_FORMS = (
+    *("mha", "latent", "collaborative=WIDTH", "composed=COUNT"),
+    "routed=ALWAYS,ACTIVE",
+)
+FORM = re.compile(
+    r"mha|latent|collaborative=(?P<width>\d+)|composed=(?P<components>\d+)"
+    r"|routed=(?P<always>\d+),(?P<active>\d+)"
+)
 
 
 @options
 class ConvertOptions(CompressionOptions):
     """Convert attention layers to fewer key-value heads (GQA, MQA) or to another form (MHA, latent,
-    collaborative, routed): give one of --kv and --to. Writes the model to a new folder, with a
+    collaborative, composed, routed): give one of --kv and --to. Writes the model to a new folder, with a
     report of what was saved and what was lost.
 
     --kv COUNT  pool to this many key-value heads in every layer
-    --to FORM  rewrite exactly as mha or latent; or convert to collaborative=WIDTH or
-        routed=ALWAYS,ACTIVE
+    --to FORM  rewrite exactly as mha or latent; or convert to collaborative=WIDTH, composed=COUNT
+        (keys and values as sums of COUNT cached ones) or routed=ALWAYS,ACTIVE
     --align [SIDE=both]  align heads before pooling, within the model's symmetries: both (also
         without SIDE), keys or values
     --grouping KIND  heads to pool: consecutive, or similar (with the most similar values)
@@ -379,8 +385,9 @@ class ConvertOptions(CompressionOptions):
             raise UsageError(
                 f"--to {self.to} is not a known form; give one of {', '.join(CONVERSION_FORMS)}"
             )
-        if match["width"]:
-            check_value("Count", "--to collaborative", int(match["width"]))
+        for form, name in (("collaborative", "width"), ("composed", "components")):
+            if match[name]:
+                check_value("Count", f"--to {form}", int(match[name]))
 
 
 def convert_main(argv: list[str]) -> int:
@@ -401,15 +408,17 @@ def convert_main(argv: list[str]) -> int:
 
 def _parse_conversion(args: ConvertOptions) -> AttentionConversion:
     """Return the conversion described by the options."""
-    from ..surgery import HeadRanking, Pool, ToCollaborative, ToLatent, ToMHA, ToMixtureOfHeads
+    from .. import surgery
 
     if args.kv is not None:
-        return Pool(args.kv, args.align, args.grouping, args.seed)
+        return surgery.Pool(args.kv, args.align, args.grouping, args.seed)
     match = FORM.fullmatch(args.to or "")
     assert match is not None
     if match["width"]:
-        return ToCollaborative(int(match["width"]))
+        return surgery.ToCollaborative(int(match["width"]))
+    if match["components"]:
+        return surgery.ToComposed(int(match["components"]))
     if match["active"]:
-        ranking = HeadRanking(args.by, args.objective, seed=args.seed)
-        return ToMixtureOfHeads(int(match["always"]), int(match["active"]), ranking)
-    return ToMHA() if args.to == "mha" else ToLatent()
+        ranking = surgery.HeadRanking(args.by, args.objective, seed=args.seed)
+        return surgery.ToMixtureOfHeads(int(match["always"]), int(match["active"]), ranking)
+    return surgery.ToMHA() if args.to == "mha" else surgery.ToLatent()

@@ -1,5 +1,5 @@
-"""Conversion of attention layers: MHA to GQA or MQA by pooling, to MLA, collaborative heads,
-mixture of heads, MHA.
+"""Conversion of attention layers: MHA to GQA or MQA by pooling, to MLA, collaborative or composed
+heads, mixture of heads, MHA.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..attention import head_axis_ops
 from ..attention.parts.collaborative import convert_to_collaborative
+from ..attention.parts.composed_heads import convert_to_composed
 from ..attention.parts.latent_attention import convert_to_latent
 from ..attention.parts.mixture_of_heads import convert_to_mixture_of_heads
 from ..attention.spec.attention_spec import AttentionSpec
@@ -239,6 +240,26 @@ class ToCollaborative(AttentionConversion):
             result.weights,
             notes=(f"relative error of attention scores {result.relative_error:.2%}",),
         )
+
+
+@dataclass(frozen=True)
+class ToComposed(AttentionConversion):
+    """Composed heads: keys and values of all heads are sums of `components` cached ones
+    (2601.19611).
+    """
+
+    components: int
+
+    @property
+    def summary(self) -> str:
+        """The converted layer in one clause."""
+        return f"keys and values of all heads as sums of {self.components} cached ones"
+
+    def convert_layer(self, spec: AttentionSpec, weights: Weights, /, *_: Any) -> ConvertedLayer:
+        result = convert_to_composed(spec, weights, self.components)
+        errors = f"of keys {result.key_error:.2%}, of values {result.value_error:.2%}"
+        note = f"relative error of the parameters {errors}"
+        return ConvertedLayer(result.spec, result.weights, notes=(note,))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -268,3 +269,61 @@ def test_composed_heads_start_as_groups():
     x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
     torch.testing.assert_close(layer(x), grouped(x))
     assert math.isclose(hw.costs.cached_numbers_per_token(spec), 2 * 2 * DIM)
+
+
+def convert(spec: hw.AttentionSpec, components: int) -> tuple[hw.Attention, hw.Attention, Any]:
+    """A layer of plain heads with random weights, and its conversion to composed heads."""
+    layer = make_layer(spec).eval()
+    done = hw.parts.convert_to_composed(spec, layer.state_dict(), components)
+    other = hw.Attention(done.spec).double().eval()
+    other.load_state_dict(done.weights)
+    return layer, other, done
+
+
+@pytest.mark.parametrize(("kv", "components"), [(6, 6), (3, 3), (2, 4), (1, 1)])
+def test_as_many_components_as_key_value_heads_are_exact(kv: int, components: int):
+    spec = hw.design(
+        model=WIDTH,
+        heads=HEADS,
+        dim=DIM,
+        vdim=5,
+        kv=kv,
+        bias="qkvo",
+        pattern="causal",
+        modifiers=(hw.parts.Rotary(),),
+    )
+    layer, other, done = convert(spec, components)
+    assert done.key_error < 1e-12 > done.value_error
+    assert hw.costs.cached_numbers_per_token(done.spec) == components * (DIM + 5)
+    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
+    torch.testing.assert_close(other(x), layer(x), rtol=0, atol=1e-10)
+
+
+def test_fewer_components_are_the_best_approximation():
+    """The error is that of the truncated matrix, and less than that of means of groups."""
+    spec = hw.design(model=WIDTH, heads=HEADS, dim=DIM, pattern="causal")
+    layer, other, done = convert(spec, 2)
+    state = other.state_dict()
+    for side, error in (("k", done.key_error), ("v", done.value_error)):
+        heads = layer.state_dict()[f"project.{side}"].view(HEADS, -1).numpy()
+        sizes = np.linalg.svd(heads, compute_uv=False)
+        assert error == pytest.approx((sum(sizes[2:] ** 2) / sum(sizes**2)) ** 0.5, rel=1e-10)
+        sums = state[f"project.{'key' if side == 'k' else 'value'}_sum"].numpy()
+        composed = sums @ state[f"project.{side}"].view(2, -1).numpy()
+        assert np.linalg.norm(heads - composed) / np.linalg.norm(heads) == pytest.approx(error)
+        means = heads.reshape(2, 3, -1).mean(1).repeat(3, 0)
+        assert error < np.linalg.norm(heads - means) / np.linalg.norm(heads)
+
+
+@pytest.mark.parametrize(
+    ("options", "components", "reason"),
+    [
+        ({}, 7, "components=7 is not within 1..6"),
+        ({"project": hw.parts.TensorProduct()}, 2, "project TensorProduct; give one with"),
+        ({"modifiers": (hw.parts.QKNorm(),)}, 2, "only a slice of the queries and keys"),
+    ],
+)
+def test_a_layer_without_such_a_form_is_refused(options: Any, components: int, reason: str):
+    spec = hw.design(model=WIDTH, heads=HEADS, dim=DIM, **options)
+    with pytest.raises(hw.SpecError, match=reason):
+        hw.parts.convert_to_composed(spec, make_layer(spec).state_dict(), components)

@@ -21,7 +21,7 @@ from ..interfaces.part import REGISTRY
 
 if TYPE_CHECKING:
     from .collaborative import Collaborative, convert_to_collaborative
-    from .composed_heads import ComposedHeads
+    from .composed_heads import ComposedHeads, convert_to_composed
     from .contextual_positions import ContextualPositions
     from .differential import Differential, DifferentialV2
     from .dot_product import Additive, DotProduct, Gaussian, Softcap
@@ -61,6 +61,7 @@ for _module in iter_modules(__path__):
 
 _MODULE_OF_CONVERTER = {
     "convert_to_collaborative": "collaborative",
+    "convert_to_composed": "composed_heads",
     "convert_to_latent": "latent_attention",
     "convert_to_mixture_of_heads": "mixture_of_heads",
 }
