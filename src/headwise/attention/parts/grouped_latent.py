@@ -89,7 +89,8 @@ class GroupedLatent(MLAProjection):
     ) -> dict[str, Tensor]:
         c_BSGR = F.linear(z_BSE, p["kv_down"]).unflatten(-1, (-1, self.rank))
         if self.norm == "rms":
-            c_BSGR = F.rms_norm(c_BSGR, (self.rank,), None, self.eps) * p["kv_norm"]
+            c_BSGR = F.rms_norm(c_BSGR, (self.rank,), None, self.eps)
+            c_BSGR = c_BSGR * p["kv_norm"].to(c_BSGR.dtype)
         r = F.linear(z_BSE, p["rotary_down"])
         return {"c": c_BSGR, "r": transform(r[..., None, :], "k").squeeze(-2)}
 
