@@ -37,6 +37,7 @@ from .parts.rotary_embedding import Rotary
 from .parts.selective_attention import SelectiveAttention
 from .parts.softmax import ScalableSoftmax, SinkSoftmax, Softmax, Softpick, WeightDropout
 from .parts.stick_breaking import StickBreaking
+from .parts.switch_heads import SwitchOutputs, SwitchValues
 from .parts.synthesizer import AverageNormaliser
 from .parts.talking_heads import KnockingHeads, TalkingHeads
 from .parts.tensor_product import TensorProduct
@@ -428,6 +429,15 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
             Rotary(),
             MixtureOfHeads(always=0, active=max(1, heads // 4), norm="moa"),
         ),
+    ),
+    "switchhead": _preset(
+        "SwitchHead: 2 heads, each with 4 value and 4 output projections, of which a token chooses "
+        "2 (2312.07987).",
+        **CAUSAL,
+        heads=2,
+        dim=64,
+        project=SwitchValues(),
+        modifiers=(Rotary(), SwitchOutputs()),
     ),
     "dcmha": _preset(
         "Dynamically composable heads (DCMHA): mixes scores and weights, each with rank 2 "

@@ -32,9 +32,9 @@ BAD_INPUT = 2  # exit code for invalid arguments or input
 # The names are repeated here so that --help need not import torch; a test compares them with
 # headwise.attention.presets.
 PRESET_NAMES = (
-    "mha gqa mqa mla gla gta tpa mfa mea moh moh_vit moa dcmha mohsa collaborative talking diff "
-    "diff2 entmax linear performer longformer longformer_dilated streaming_retrieval bigbird kha gated "
-    "sinks ssmax softpick stick_breaking forgetting selective cope mta average"
+    "mha gqa mqa mla gla gta tpa mfa mea moh moh_vit moa switchhead dcmha mohsa collaborative "
+    "talking diff diff2 entmax linear performer longformer longformer_dilated streaming_retrieval "
+    "bigbird kha gated sinks ssmax softpick stick_breaking forgetting selective cope mta average"
 )
 PRESETS = PRESET_NAMES.split()
 DESCRIPTION_SUFFIXES = (".toml", ".json")  # specs and models without weights
@@ -115,8 +115,8 @@ def terminal_language(option: str | None) -> str:
 class SpecOptions(Options):
     """Options that name a spec and change it.
 
-    SPEC  a preset (mha, gqa, mqa, mla, gla, gta, tpa, mfa, mea, moh, moh_vit, moa, dcmha, mohsa,
-        collaborative, talking, diff, diff2, entmax, linear, performer, longformer,
+    SPEC  a preset (mha, gqa, mqa, mla, gla, gta, tpa, mfa, mea, moh, moh_vit, moa, switchhead, dcmha,
+        mohsa, collaborative, talking, diff, diff2, entmax, linear, performer, longformer,
         longformer_dilated, streaming_retrieval, bigbird, kha, gated, sinks, ssmax, softpick,
         stick_breaking, forgetting, selective, cope, mta, average), a .toml, .json or .gguf file, a
         folder, a Hub id (org/name), or - for stdin

@@ -35,6 +35,7 @@ NO_LATENT = {
     "SelectiveAttention",
     "Shaw",
     "SumNormaliser",
+    "SwitchValue",
     "TensorProduct",
     "TiedProjection",
     "ValueProjection",

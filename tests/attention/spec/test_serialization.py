@@ -187,7 +187,8 @@ def test_presets_come_back_and_can_be_changed(name: str):
     check_comes_back(spec)
     pattern = hw.patterns.Causal() if name in ("selective", "mta") else hw.patterns.Window(3)
     changed = hw.design(preset=name, model=56, heads=14, pattern=pattern.text)
-    assert (changed.model, len(changed.score_head_of_output)) == (56, 14)
+    outputs = 4 * 14 if name == "switchhead" else 14  # four experts of each head
+    assert (changed.model, len(changed.score_head_of_output)) == (56, outputs)
     assert changed.pattern == pattern
     assert type(changed.project) is type(spec.project)
     with pytest.raises(hw.SpecError, match="model"):

@@ -2,15 +2,15 @@
 registers them all.
 
 Projections: `linear_projection`, `factored_queries`, `latent_attention`, `grouped_latent`,
-`tied_projections`, `tensor_product`, `composed_heads`, `overlapping_heads`, `collaborative`.
-Queries and keys: `rotary_embedding`, `rms_norms`. Similarity: `dot_product` with additive and
-Gaussian ones and the soft cap, `feature_map` with its normaliser. Scores: `relative_position_bias`
-(tables, Shaw, continuous), `talking_heads` (and knocking heads), `dynamic_composition`,
-`synthesizer` (and average attention); of all keys of a query together: `forgetting_attention`,
-`contextual_positions`, `selective_attention`, `multi_token_attention`. Normalisers: `softmax` (with
-sinks, by length, softpick, sigmoid; dropout on weights), `entmax`, `stick_breaking`. Outputs and
-gates: `differential`, `gated_attention` (and hard-concrete gates), `mixture_of_heads`. Merges:
-`merges`. Shared by parts: `initialisers` of parameters.
+`tied_projections`, `tensor_product`, `composed_heads`, `switch_heads` (with outputs),
+`overlapping_heads`, `collaborative`. Queries and keys: `rotary_embedding`, `rms_norms`. Similarity:
+`dot_product` with additive and Gaussian ones and the soft cap, `feature_map` with its normaliser.
+Scores: `relative_position_bias` (tables, Shaw, continuous), `talking_heads` (and knocking heads),
+`dynamic_composition`, `synthesizer` (and average attention); of all keys of a query together:
+`forgetting_attention`, `contextual_positions`, `selective_attention`, `multi_token_attention`.
+Normalisers: `softmax` (with sinks, by length, softpick, sigmoid; dropout on weights), `entmax`,
+`stick_breaking`. Outputs and gates: `differential`, `gated_attention` (and hard-concrete gates),
+`mixture_of_heads`. Merges: `merges`. Shared by parts: `initialisers` of parameters.
 """
 
 from importlib import import_module
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .selective_attention import SelectiveAttention
     from .softmax import ScalableSoftmax, Sigmoid, SinkSoftmax, Softmax, Softpick, WeightDropout
     from .stick_breaking import StickBreaking
+    from .switch_heads import SwitchOutputs, SwitchValues
     from .synthesizer import AverageNormaliser, LearnedScores
     from .talking_heads import KnockingHeads, TalkingHeads
     from .tensor_product import TensorProduct
