@@ -115,8 +115,8 @@ def terminal_language(option: str | None) -> str:
 class SpecOptions(Options):
     """Options that name a spec and change it.
 
-    SPEC  a preset (mha, gqa, mqa, mla, gla, gta, tpa, mfa, mea, moh, moh_vit, moa, switchhead, dcmha,
-        mohsa, collaborative, talking, diff, diff2, entmax, linear, performer, longformer,
+    SPEC  a preset (mha, gqa, mqa, mla, gla, gta, tpa, mfa, mea, moh, moh_vit, moa, switchhead,
+        dcmha, mohsa, collaborative, talking, diff, diff2, entmax, linear, performer, longformer,
         longformer_dilated, streaming_retrieval, bigbird, kha, gated, sinks, ssmax, softpick,
         stick_breaking, forgetting, selective, cope, mta, average), a .toml, .json or .gguf file, a
         folder, a Hub id (org/name), or - for stdin

@@ -333,8 +333,8 @@ FORM = re.compile(
 @options
 class ConvertOptions(CompressionOptions):
     """Convert attention layers to fewer key-value heads (GQA, MQA) or to another form (MHA, latent,
-    collaborative, composed, routed): give one of --kv and --to. Writes the model to a new folder, with a
-    report of what was saved and what was lost.
+    collaborative, composed, routed): give one of --kv and --to. Writes the model to a new folder,
+    with a report of what was saved and what was lost.
 
     --kv COUNT  pool to this many key-value heads in every layer
     --to FORM  rewrite exactly as mha or latent; or convert to collaborative=WIDTH, composed=COUNT

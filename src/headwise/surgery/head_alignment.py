@@ -192,7 +192,8 @@ def compute_kv_features(attention: Attention, z: Tensor) -> dict[str, Tensor]:
     def before_qk_transform(x_BTHK: Tensor, side: str) -> Tensor:
         return x_BTHK
 
-    project = attention.spec.project
+    spec = attention.spec
+    project = spec.project.equivalent_forms(spec).get("step", spec.project)  # one per latent
     p = attention.weights["project"]
     with torch.no_grad():
         entry = project.project_kv(z, before_qk_transform, p)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
+from headwise.surgery.head_alignment import compute_kv_features
 from support.layer_checks import decode_in_chunks
 
 TOKENS, WIDTH, HEADS, DIM = 7, 24, 6, 8
@@ -327,3 +328,29 @@ def test_a_layer_without_such_a_form_is_refused(options: Any, components: int, r
     spec = hw.design(model=WIDTH, heads=HEADS, dim=DIM, **options)
     with pytest.raises(hw.SpecError, match=reason):
         hw.parts.convert_to_composed(spec, make_layer(spec).state_dict(), components)
+
+
+def test_more_components_than_columns_are_zero():
+    spec = hw.design(model=2, heads=16, dim=2)
+    done = hw.parts.convert_to_composed(spec, hw.Attention(spec).state_dict(), 12)
+    assert done.key_error < 1e-12
+    assert (done.weights["project.k"].view(12, 2, 2)[4:] == 0).all()
+
+
+def test_weights_that_are_no_numbers_are_refused():
+    spec = hw.design(model=8, heads=4)
+    weights = hw.Attention(spec).state_dict()
+    weights["project.v"][0, 0] = float("nan")
+    with pytest.raises(hw.SpecError, match=r"project\.v has numbers that are not finite"):
+        hw.parts.convert_to_composed(spec, weights, 2)
+
+
+def test_grouped_latents_are_compared_as_latents():
+    """Pooling compares what it pools: one latent for each key-value head, which no map of a head's
+    values can be folded into.
+    """
+    spec = PROJECTS["grouped_latent-4"][1]
+    layer = make_layer(spec)
+    z = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
+    assert compute_kv_features(layer, z)["v"].shape == (2, TOKENS, 2, 5)
+    assert spec.project.absorb_matrix(spec, layer.state_dict(), "v", torch.eye(5)) == {}

@@ -40,7 +40,7 @@ NO_LATENT = {
     "TiedProjection",
     "ValueProjection",
 }
-ONES = {"ContinuousBias1", "HardConcreteGate4", "MixtureOfHeads4", "TalkingHeads2", "TalkingHeads3"}
+ONES = {"ContinuousBias1", "HardConcreteGate4", "MixtureOfHeads5", "TalkingHeads2", "TalkingHeads3"}
 
 
 @pytest.mark.parametrize("name", EVERY_CASE)

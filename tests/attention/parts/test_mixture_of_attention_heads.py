@@ -108,3 +108,11 @@ def test_shared_heads_and_other_routers_are_refused(options: dict[str, Any]):
     routed = hw.parts.MixtureOfHeads(active=2, norm="moa", **options)
     with pytest.raises(hw.SpecError, match="use always=0 and router='learned'"):
         hw.design(model=WIDTH, heads=HEADS, modifiers=(routed,))
+
+
+def test_the_loss_of_large_scores_is_finite_in_16_bits():
+    layer = make_layer().requires_grad_(False).half()
+    x = torch.randn(1, TOKENS, WIDTH).half() * 300
+    losses = hw.attention.AuxLosses()
+    layer(x, probe=hw.Probe(aux_losses=losses))
+    assert 255**2 < float(losses.total("z")) < float("inf")

@@ -37,8 +37,8 @@ def init_composition(shape: tuple[int, ...]) -> Tensor:
     [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]
     """
     heads, components = shape
-    first = torch.arange(heads) * components // heads
-    return F.one_hot(first, components).to(torch.get_default_dtype())
+    own = [head * components // heads for head in range(heads)]
+    return torch.tensor([[float(place == one) for place in range(components)] for one in own])
 
 
 @part
@@ -183,10 +183,14 @@ def convert_to_composed(
         if side in project.bias:
             columns.append(weights[f"project.{side}_bias"].detach().double()[:, None])
         by_head = torch.cat(columns, 1).unflatten(0, (heads.kv, -1))[list(heads.kv_head_of_query)]
+        if not by_head.isfinite().all():
+            raise SpecError(f"project.{side} has numbers that are not finite; load a sound model")
         left, sizes, right = torch.linalg.svd(by_head.flatten(1), full_matrices=False)
         root = sizes[:components].sqrt()
-        new[name] = left[:, :components] * root
-        parts = (root[:, None] * right[:components]).view(components, *by_head.shape[1:])
+        missing = components - len(root)  # of a matrix with fewer columns
+        new[name] = F.pad(left[:, :components] * root, (0, missing))
+        parts = F.pad(root[:, None] * right[:components], (0, 0, 0, missing))
+        parts = parts.view(components, *by_head.shape[1:])
         width = weights[f"project.{side}"].shape[1]
         new[side] = parts[..., :width].flatten(0, 1)
         if side in project.bias:

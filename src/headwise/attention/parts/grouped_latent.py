@@ -73,6 +73,11 @@ class GroupedLatent(MLAProjection):
     def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         return {"c": AxisLayout.parse("kv rank"), "r": AxisLayout.parse("rope")}
 
+    def absorb_matrix(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
+    ) -> Mapping[str, Tensor]:
+        return {}  # matrices of values belong to key-value heads, which are latents here
+
     def core(self, spec: AttentionSpec) -> CoreShape:
         heads = spec.heads
         scale = (heads.dim + self.rope) ** -0.5

@@ -48,9 +48,9 @@ class MixtureOfHeads(Gate):
     Ties go to the first head. In training, the auxiliary loss "balance" is E sum_i P_i f_i, where
     P_i is the mean of p and f_i the fraction of tokens that chose head i; in the paper, and with
     norm="paper", it has no factor E, and with norm="moa" f_i is a fraction of all choices. MoA adds
-    the loss "z", the mean of (log sum exp(x W_r))^2. Auxiliary losses are summed over layers: balance="sum" is the
-    sum over layers, "mean", as released, the mean over the `layers` of a stack of routed layers
-    only; `at_depth` sets their number.
+    the loss "z", the mean of (log sum exp(x W_r))^2. Auxiliary losses are summed over layers:
+    balance="sum" is the sum over layers, "mean", as released, the mean over the `layers` of a stack
+    of routed layers only; `at_depth` sets their number.
 
     A pruned head still takes part in the choice: `slot` is the index of each remaining head's gate,
     `asker` the score head with the query that scores each routed head. With router="norm" its query
@@ -214,15 +214,16 @@ class MixtureOfHeads(Gate):
     def _routed(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
         scores = self._router_scores(context, p)
         probabilities = scores.softmax(-1)
-        best = probabilities.sort(dim=-1, descending=True, stable=True).indices[..., : self.active]
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.active]
         chosen = torch.zeros_like(probabilities).scatter(-1, best, 1.0)
         if aux_losses is not None:
-            columns = (scores.logsumexp(-1, keepdim=True).square(), probabilities, chosen)
+            logits = scores.to(torch.promote_types(scores.dtype, torch.float32))
+            columns = (logits.logsumexp(-1, keepdim=True).square(), probabilities, chosen)
             size, mean, frequency = self._means_over_tokens(context, columns, aux_losses)
             factor = self._balance_factor(len(mean)) / self.layers
             aux_losses.set("balance", factor * (mean * frequency).sum())
             if self.norm == "moa":
-                aux_losses.set("z", size.sum())
+                aux_losses.set("z", size.sum() / self.layers)
         if self.router == "norm":
             return (chosen + (probabilities - probabilities.detach())).to(context.q_BTHK.dtype)
         if self.norm == "paper":
