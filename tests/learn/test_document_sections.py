@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HAN = re.compile("[\u4e00-\u9fff]")
 DOCUMENTS = {document.id: document for document in load_documents()}
 SECTIONS = {id: load_sections(id) for id in MODULES}
+START_PARTS = ("guide", "words")  # of the start page, by their anchors
 every_document = pytest.mark.parametrize("id", list(MODULES))
 
 
@@ -190,6 +191,7 @@ def test_pages_are_complete(id: str, language: str, script: str):
     assert len(page.ids) == len(set(page.ids))
     own, other = (".html", ".zh.html") if language == "en" else (".zh.html", ".html")
     known = {f"{one}{own}" for one in DOCUMENTS} | {f"index{own}", f"{id}{other}"}
+    known |= {f"index{own}#{part}" for part in START_PARTS}
     known |= {f"#{one}" for one in page.ids}
     known |= {f"{one.id}{own}#{entry.id}" for one in DOCUMENTS.values() for entry in one.entries}
     assert f"{id}{other}" in page.addresses
@@ -228,8 +230,10 @@ def test_the_start_page_has_a_cover_for_every_document(language: str):
     text = DocumentPages(list(DOCUMENTS.values()), language).render_start()
     page = Page(text)
     assert page.addresses[0] == f"index.{'en' if language == 'zh' else 'zh'}.html"
-    assert page.addresses[1:] == [f"{id}.html" for id in load_covers()]
-    assert page.addresses[1] == "004.html"
+    assert page.addresses[1:3] == [f"#{part}" for part in START_PARTS]
+    assert {*START_PARTS} <= {*page.ids}
+    assert page.addresses[3:] == [f"{id}.html" for id in load_covers()]
+    assert page.addresses[3] == "004.html"
     for id, cover in load_covers().items():
         assert (cover.skill.zh if language == "zh" else cover.skill.en) in text, id
         assert f"{len(DOCUMENTS[id].entries)} " in text
