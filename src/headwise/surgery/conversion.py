@@ -160,12 +160,12 @@ class Pool(AttentionConversion):
         /,
     ) -> ConvertedLayer:
         groups = group_adjacent_heads(spec.heads.kv, self.kv)  # raises for unequal groups
+        spec.with_heads(kv=self.kv)  # raises if parts need more key-value heads
         if self.grouping == "similar":
             assert statistics is not None
             symmetry, _ = find_symmetry(spec, weights, "v")
             similarity = compute_similarity(statistics["v"], symmetry)
             groups = group_similar_heads(similarity, self.kv, seed=self.seed)
-        spec.with_heads(kv=self.kv)  # raises before alignment if parts need more key-value heads
         alignment = AlignmentResult(dict(weights), {}, {})
         sides = ALIGN_SIDES[self.align]
         if sides:

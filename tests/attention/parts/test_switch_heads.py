@@ -4,6 +4,7 @@ expert at a time, in float64.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,3 +122,12 @@ def test_an_expert_is_pruned_by_itself():
 def test_what_is_not_defined_is_refused(options: dict[str, Any], reason: str):
     with pytest.raises(hw.SpecError, match=reason):
         make_layer(**options)
+
+
+def test_other_numbers_of_heads_have_experts_too():
+    spec = hw.design(preset="switchhead", model=24, heads=6, dim=8, kv=2)
+    assert spec.with_heads(q=12).heads.score_head_of_output == tuple(n // 4 for n in range(48))
+    one = spec.with_heads(kv=1)
+    assert hw.Attention(one)(torch.randn(1, 3, 24)).shape == (1, 3, 24)
+    with pytest.raises(hw.SpecError, match="needs 3 output heads for each of 6 rows"):
+        replace(spec, modifiers=(hw.parts.SwitchOutputs(experts=3),))

@@ -66,7 +66,8 @@ class ComposedHeads(Project):
         "Descriptions of the paper disagree on the group norm of heads: RMSNorm or GroupNorm, with "
         "weights for each head or for all. No code is released; the preset has HeadNorm, an "
         "RMSNorm of each head's output.",
-        "The start of the sums is not published; here each head starts as one component.",
+        "How the sums start in a layer that is trained from scratch was not found; here each head "
+        "starts as one component.",
     )
     supports_grouping: ClassVar[bool] = False
     components: int = 0

@@ -41,8 +41,10 @@ class GroupedLatent(MLAProjection):
 
     paper = "2505.21487"
     disagreements: ClassVar[tuple[str, ...]] = (
-        "The code of 2603.02188 multiplies latents after their norm by sqrt(model / rank), the "
-        "authors' code does not; neither do we.",
+        "The code of 2603.02188 multiplies latents of queries and of keys and values after their "
+        "norm by sqrt(model / rank), the authors' code does not; neither do we.",
+        "The authors' code has biases in all projections of queries and latents; here only queries "
+        "may have one.",
     )
     supports_grouping: ClassVar[bool] = True
     field_choices: ClassVar = {**MLAProjection.field_choices, "bias": ("", "q")}
@@ -107,12 +109,20 @@ class GroupedLatent(MLAProjection):
         if self.form == "absorbed":
             keys = torch.cat([c_BSGR, shared.expand(*c_BSGR.shape[:-1], -1)], -1)
             return keys, c_BSGR
-        c_BSHR = c_BSGR[:, :, list(p.kv_head_of_query)]
-        k, v = (
-            torch.einsum("bshr,hkr->bshk", c_BSHR, p[name].unflatten(0, (c_BSHR.shape[2], -1)))
-            for name in ("k_up", "v_up")
-        )
+        k, v = (self._multiply_by_group(c_BSGR, p[name], p) for name in ("k_up", "v_up"))
         return torch.cat([k, shared.expand(*k.shape[:-1], -1)], -1), v
+
+    @staticmethod
+    def _multiply_by_group(c_BSGR: Tensor, up: Tensor, p: PartParams) -> Tensor:
+        """The product of each head's rows of `up` with the latent of its group."""
+        heads = len(p.kv_head_of_query)
+        by_head = up.unflatten(0, (heads, -1))
+        size, rest = divmod(heads, c_BSGR.shape[2])
+        if rest or p.kv_head_of_query != tuple(head // size for head in range(heads)):
+            c_BSHR = c_BSGR[:, :, list(p.kv_head_of_query)]
+            return torch.einsum("bshr,hkr->bshk", c_BSHR, by_head)
+        by_group = by_head.unflatten(0, (-1, size))
+        return torch.einsum("bsgr,ghkr->bsghk", c_BSGR, by_group).flatten(2, 3)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

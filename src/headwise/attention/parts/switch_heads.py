@@ -180,15 +180,23 @@ class SwitchOutputs(Gate):
                 f"most {self.experts}"
             )
         outputs = len(spec.score_head_of_output)
+        repeated = tuple(row for row in range(spec.heads.rows) for _ in range(self.experts))
+        if not self.heads and spec.score_head_of_output != repeated:
+            yield (
+                f"SwitchOutputs(experts={self.experts}) needs {self.experts} output heads for each "
+                f"of {spec.heads.rows} rows of weights, not {outputs} in all; make the spec with "
+                "design, or give score_head_of_output"
+            )
         if outputs > self._slots(spec):
             yield (
                 f"SwitchOutputs(experts={self.experts}) has {self._slots(spec)} experts for "
                 f"{outputs} output heads; leave heads out"
             )
 
-    def fit_heads(self, heads: Heads) -> Heads:
-        rows = heads.score_head_of_output or tuple(range(heads.rows))
-        repeated = tuple(row for row in rows for _ in range(max(1, self.experts)))
+    def widen_heads(self, heads: Heads) -> Heads:
+        if heads.score_head_of_output:
+            return heads
+        repeated = tuple(row for row in range(heads.rows) for _ in range(max(1, self.experts)))
         return replace(heads, score_head_of_output=repeated)
 
     def _slots(self, spec: AttentionSpec) -> int:

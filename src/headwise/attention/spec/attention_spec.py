@@ -416,7 +416,7 @@ class AttentionSpec:
         """A copy with other heads, such as ``spec.with_heads(kv=2)``.
 
         A change of q or kv resets `kv_head_of_query`, `value_heads` and `score_head_of_output` to
-        even groups, unless they are given too.
+        even groups, and to what the parts need, unless they are given too.
         """
         field_names = {f.name for f in fields(Heads)}
         unknown = sorted(set(changes) - field_names)
@@ -425,7 +425,10 @@ class AttentionSpec:
         resets: dict[str, Any] = dict.fromkeys(HEAD_MAPS, ()) if {"q", "kv"} & set(changes) else {}
         if "dim" in changes and self.heads.vdim == self.heads.dim:
             resets["vdim"] = 0
-        return replace(self, heads=replace(self.heads, **(resets | changes)))
+        heads = replace(self.heads, **(resets | changes))
+        for part in (one for _, one in self.parts() if resets):
+            heads = part.widen_heads(heads)
+        return replace(self, heads=replace(heads, **changes))
 
     def at_depth(self, layer: int, layers: int) -> AttentionSpec:
         """A copy for one layer of a stack: depth schedules of parts become values, and heads get
