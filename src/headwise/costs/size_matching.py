@@ -14,7 +14,6 @@ from typing import Any
 
 from ..attention.interfaces import Modifier, Part
 from ..attention.spec.attention_spec import SLOTS, AttentionSpec
-from ..attention.spec.heads import HEAD_MAPS
 from ..util.errors import SpecError, suggest
 from . import count_parameters
 from .cost_estimate import estimate_cost
@@ -364,7 +363,7 @@ def _resize_dim(spec: AttentionSpec, dim: int) -> dict[str, Any]:
 def _resize_q_heads(spec: AttentionSpec, q: int) -> dict[str, Any]:
     """Change `q`; a `kv` equal to it stays so."""
     kv = q if spec.heads.kv == spec.heads.q else spec.heads.kv
-    return {"heads": replace(spec.heads, q=q, kv=kv, **DEFAULT_HEAD_MAPS)}
+    return {"heads": spec.with_heads(q=q, kv=kv).heads}
 
 
 def _resize_model(spec: AttentionSpec, model: int) -> dict[str, Any]:
@@ -383,11 +382,10 @@ def _resize_model(spec: AttentionSpec, model: int) -> dict[str, Any]:
 
 
 PART_SLOTS = [slot for slot in SLOTS if slot != "pattern"]
-DEFAULT_HEAD_MAPS: dict[str, Any] = dict.fromkeys(HEAD_MAPS, ())  # equal groups of heads
 RESIZERS: dict[str, Callable[[AttentionSpec, int], dict[str, Any]]] = {
     "dim": _resize_dim,
     "vdim": lambda spec, vdim: {"heads": replace(spec.heads, vdim=vdim)},
-    "kv": lambda spec, kv: {"heads": replace(spec.heads, kv=kv, **DEFAULT_HEAD_MAPS)},
+    "kv": lambda spec, kv: {"heads": spec.with_heads(kv=kv).heads},
     "q": _resize_q_heads,
     "model": _resize_model,
 }

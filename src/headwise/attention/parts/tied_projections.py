@@ -52,9 +52,9 @@ class TiedProjection(Project):
         tied = heads.dim - self.transformed_dims(spec)
         if not 0 <= tied <= heads.vdim:
             yield (
-                f"TiedProjection(rope={self.transformed_dims(spec)}) does not fit keys of {heads.dim} "
-                f"channels that share the others with values of {heads.vdim}; use rope of "
-                f"{max(heads.dim - heads.vdim, 1)} to {heads.dim}"
+                f"TiedProjection(rope={self.transformed_dims(spec)}) does not fit keys of "
+                f"{heads.dim} channels that share the others with values of {heads.vdim}; use rope "
+                f"of {max(heads.dim - heads.vdim, 1)} to {heads.dim}"
             )
         if heads.value_heads:
             yield "TiedProjection has one value for each key; leave value_heads out"
