@@ -33,16 +33,30 @@ UNSUPPORTED_BY_SIDE = {
     "k": {
         "Additive",
         "Collaborative",
+        "ComposedHeads",
         "ContextualPositions",
         "FeatureMap",
+        "GroupedLatent",
         "KnockingHeads",
         "MLAProjection",
         "Overlapping",
         "Shaw",
         "SumNormaliser",
+        "TensorProduct",
+        "TiedProjection",
         "ValueProjection",
     },
-    "v": {"KnockingHeads", "Overlapping", "OutputGate", "Shaw", "SumMerge"},
+    "v": {
+        "ComposedHeads",
+        "GroupedLatent",
+        "KnockingHeads",
+        "Overlapping",
+        "OutputGate",
+        "Shaw",
+        "SumMerge",
+        "TensorProduct",
+        "TiedProjection",
+    },
 }
 MIXING_PARTS = {"Differential0", "Differential1", "TalkingHeads2", "TalkingHeads3"}
 

@@ -80,9 +80,9 @@ def test_sections_that_were_read_are_marked_in_both_languages(folder: Path, page
     page.get_by_label("I have read this section").first.check()
     assert page.locator(".is-read:visible").all_inner_texts() == ["✓ read"]
     page.goto(f"{folder.as_uri()}/index.html")
-    assert page.locator("[data-progress='004']").inner_text() == "1 of 5 sections read"
+    assert page.locator("[data-progress='004']").inner_text() == "1 of 6 sections read"
     page.get_by_role("link", name="中文").click()
-    assert page.locator("[data-progress='004']").inner_text() == "已读 1 节\uff0c共 5 节"
+    assert page.locator("[data-progress='004']").inner_text() == "已读 1 节\uff0c共 6 节"
     page.get_by_role("link", name="注意力就是查表").click()
     page.locator("input[data-read]").first.uncheck()
     assert page.locator(".is-read:visible").count() == 0

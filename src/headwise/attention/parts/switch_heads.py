@@ -27,6 +27,14 @@ from .initialisers import constant, weight, xavier_uniform, zeros_init
 from .linear_projection import KeyValueProjection
 
 
+def score_experts(x: Tensor, router: Tensor, experts: int) -> Tensor:
+    """The scores [..., heads, experts] of tokens, in at least 32 bits, because rounding would change
+    the choice.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(dtype), router.to(dtype)).unflatten(-1, (-1, experts))
+
+
 def choose_experts(scores: Tensor, active: int) -> Tensor:
     """sigmoid(scores) [..., experts] of the `active` largest, and 0 for the others; of equal ones
     the first.
@@ -89,7 +97,9 @@ class SwitchValues(KeyValueProjection):
     def absorb_matrix(
         self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
     ) -> Mapping[str, Tensor]:
-        return {} if side == "v" else super().absorb_matrix(spec, weights, side, matrix)
+        if side == "v" and matrix.dim() == 3:
+            matrix = matrix.repeat_interleave(self.experts, 0)
+        return super().absorb_matrix(spec, weights, side, matrix)
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         heads = spec.heads
@@ -103,11 +113,11 @@ class SwitchValues(KeyValueProjection):
         self, z_BSE: Tensor, transform: TransformsQK, p: PartParams
     ) -> dict[str, Tensor]:
         k_BSGK = self._project(z_BSE, "k", ("kv", "dim"), p)
-        scores = F.linear(z_BSE, p["router"]).unflatten(-1, (-1, self.experts))
-        gates_NGX = choose_experts(scores, self.active).flatten(0, 1)
+        scores = score_experts(z_BSE, p["router"], self.experts)
+        gates_NGX = choose_experts(scores, self.active).flatten(0, 1).to(z_BSE.dtype)
         experts = p["v"].unflatten(0, (gates_NGX.shape[1], self.experts, -1))
         v_NGV = _multiply_chosen(z_BSE.flatten(0, 1), gates_NGX, experts, self.active)
-        v_BSGV = v_NGV.unflatten(0, z_BSE.shape[:2])
+        v_BSGV = v_NGV.unflatten(0, z_BSE.shape[:2]).to(k_BSGK.dtype)  # under autocast
         return {"k": transform(k_BSGK, "k"), "v": transform(v_BSGV, "v")}
 
     @classmethod
@@ -168,6 +178,7 @@ class SwitchOutputs(Gate):
         "The released code starts experts normal with a deviation of their own; here they start by "
         "Xavier's rule.",
     )
+    unrestricted_sides: ClassVar[str] = "kv"  # only the input is used
     experts: int = 4
     active: int = 2
     heads: int = 0
@@ -215,8 +226,8 @@ class SwitchOutputs(Gate):
         }
 
     def gate(self, context: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
-        scores = F.linear(context.x_BTD, p["router"]).unflatten(-1, (-1, self.experts))
-        gates = choose_experts(scores, self.active).flatten(-2)
+        scores = score_experts(context.x_BTD, p["router"], self.experts)
+        gates = choose_experts(scores, self.active).flatten(-2).to(context.x_BTD.dtype)
         return gates.index_select(-1, p["slot"])[..., None]
 
     def blocks_gradient_when_closed(self) -> bool:
