@@ -28,8 +28,8 @@ from .linear_projection import KeyValueProjection
 
 
 def score_experts(x: Tensor, router: Tensor, experts: int) -> Tensor:
-    """The scores [..., heads, experts] of tokens, in at least 32 bits, because rounding would change
-    the choice.
+    """The scores [..., heads, experts] of tokens, in at least 32 bits: rounding would change the
+    choice.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x.to(dtype), router.to(dtype)).unflatten(-1, (-1, experts))
