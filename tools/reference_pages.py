@@ -18,6 +18,8 @@ from headwise.attention.interfaces.part import REGISTRY
 from headwise.attention.masking.patterns import And, Or, Pattern
 from headwise.attention.presets import PRESETS
 from headwise.attention.spec.attention_spec import SLOTS, AttentionSpec
+from headwise.costs.cost_estimate import estimate_cost
+from headwise.costs.workload import Workload
 from headwise.learn.catalogue import Entry, Result, find_entries
 from headwise.learn.entry_text import Words
 from headwise.training.data import IGNORE_INDEX, TASKS, Batch, Task, make_task
@@ -26,7 +28,7 @@ from measured_pages import table
 
 # --- Variants ------------------------------------------------------------------------------------
 
-MODEL, HEADS, TOKENS, CACHE_TOKENS = 512, 8, 1024, 8192  # sizes for all costs
+MODEL, HEADS, TOKENS, LONG = 512, 8, 1024, 32_768  # sizes for all costs
 Row = Sequence[str]
 
 
@@ -35,9 +37,10 @@ def cost_table() -> tuple[Row, list[Row]]:
     head = [
         "preset",
         "parameters",
-        f"MFLOP per token, {TOKENS} tokens",
+        f"MFLOP per token, {TOKENS:,} tokens",
+        f"{LONG:,} tokens",
         "cache, bytes per token",
-        f"cache, MB at {CACHE_TOKENS} tokens",
+        f"cache, MB at {LONG:,} tokens",
         "backends: forward / with gradients / decode step",
     ]
     rows = [
@@ -52,19 +55,17 @@ def specs(name: str) -> AttentionSpec:
 
 
 def costs_of(name: str) -> list[str]:
-    """Parameters, FLOPs required per token, and the size of a bfloat16 cache: per token, and in
-    all.
+    """Parameters, FLOPs required per token of a short and of a long text, and the size of a bfloat16
+    cache: per token, and in all.
     """
     spec = specs(name)
-    flops = (
-        costs.required_flops(spec, costs.self_attention_work(spec, batch=1, queries=TOKENS))
-        / TOKENS
-        / 1e6
-    )
-    lines_of_cost = [f"{costs.count_parameters(spec):,}", f"{flops:.3f}"]
+    lines_of_cost = [f"{costs.count_parameters(spec):,}"]
+    for tokens in (TOKENS, LONG):
+        flops = estimate_cost(spec, Workload(context=tokens)).prefill_flops.total
+        lines_of_cost.append(f"{flops / tokens / 1e6:.3f}")
     if spec.pattern.tokens_before_decode != 0:
         return [*lines_of_cost, "-", "-"]
-    cache_size = costs.cache_bytes(spec, batch=1, capacity=CACHE_TOKENS, bytes_per_number=2)
+    cache_size = costs.cache_bytes(spec, batch=1, capacity=LONG, bytes_per_number=2)
     per_token = "a state" if spec.is_recurrent else str(2 * costs.cached_numbers_per_token(spec))
     return [*lines_of_cost, per_token, f"{cache_size / 1e6:.3f}"]
 
@@ -96,14 +97,15 @@ def variant_sections() -> Iterator[str]:
     """One section per preset."""
     for name, make in PRESETS.items():
         spec = specs(name)
-        parameters, flops, per_token, cache_size = costs_of(name)
+        parameters, flops, long_flops, per_token, cache_size = costs_of(name)
         lines = [f"### {name}", ""]
         for paragraph in (make.__doc__ or "").strip().split("\n\n"):
             lines += [sentence(paragraph), ""]
         lines += [f"- {formula}" for formula in formulas(spec)]
         lines += [f"- **pattern**: `{spec.pattern.text}`", *rules(spec.pattern)]
         lines += [f"- **parameters**: {parameters} ({share(spec)})"]
-        lines += [f"- **FLOPs**: {flops} million per token, for a sequence of {TOKENS} tokens"]
+        lengths = f"for a sequence of {TOKENS:,} tokens, {long_flops} million for {LONG:,}"
+        lines += [f"- **FLOPs**: {flops} million per token, {lengths}"]
         cache_text = (
             "none, because the pattern is not causal"
             if per_token == "-"
@@ -512,7 +514,7 @@ def presets_table(language: str) -> str:
         link = (
             f"[{paper[1]}](https://arxiv.org/abs/{paper[1]})" if paper[1][0].isdigit() else paper[1]
         )
-        parameters, _, per_token, _ = costs_of(name)
+        parameters, _, _, per_token, _ = costs_of(name)
         cache = CACHE_TEXTS[language].get(per_token, f"{per_token} B")
         rows.append((f"[`{name}`](variants.md#{name})", what, link, parameters, cache))
     return table(PRESET_HEADS[language], rows)
