@@ -151,7 +151,7 @@ def convert_to_composed(
     The parameters of the keys of all heads, with their biases, are the rows of a matrix; its
     largest singular vectors are the best components for the sum of squared errors. Values have
     their own. The errors are ||W - W'|| / ||W||; they are 0 with as many components as key-value
-    heads. The paper starts its virtual heads from this decomposition too (2601.19611).
+    heads. Reconstructing heads from fewer is the "virtual heads" of 2601.19611.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, kv=2)
