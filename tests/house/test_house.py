@@ -427,6 +427,7 @@ def test_only_parts_backends_and_presets_name_a_part():
             "attention/parts",
             "attention/backends",
             "attention/presets.py",
+            "attention/spec_builder.py",
             "models/families",
             "__init__.py",  # hands names on
         )

@@ -1,8 +1,8 @@
 """Attention layers as torch modules.
 
-Described by `spec`, `interfaces`, `parts` (one file for each published idea) and `presets`;
-`masking` and `cache` hold positions, masks and past tokens; `backends` are implementations of the
-core. In reading order:
+Described by `spec`, `interfaces`, `parts` (one file for each published idea) and `presets`, with
+what they have in common in `spec_builder`; `masking` and `cache` hold positions, masks and past
+tokens; `backends` are implementations of the core. In reading order:
 
 - `attention`: the layer, which runs the steps of attention in order; `attention_base` creates its
   weights, and `core_extras` runs what only some layers need.

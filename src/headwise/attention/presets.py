@@ -9,10 +9,7 @@ from types import FunctionType
 from typing import Any
 
 from ..util.errors import SpecError, suggest
-from ..util.size_limits import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, check_size
-from .interfaces import Merge, Modifier, Part, Project
-from .interfaces.part import field_defaults
-from .masking.patterns import Full, PerHead, parse_pattern
+from .masking.patterns import PerHead, parse_pattern
 from .parts.collaborative import Collaborative
 from .parts.composed_heads import ComposedHeads
 from .parts.contextual_positions import ContextualPositions
@@ -25,17 +22,24 @@ from .parts.feature_map import FeatureMap, SumNormaliser
 from .parts.forgetting_attention import ForgetGate
 from .parts.gated_attention import HardConcreteGate, OutputGate
 from .parts.grouped_latent import GroupedLatent
+from .parts.interleaved_heads import (
+    HeadCollapse,
+    JointSoftmax,
+    PseudoHeads,
+    PseudoOrder,
+    PseudoRotary,
+)
 from .parts.latent_attention import MLAProjection
-from .parts.linear_projection import LinearProjection, ValueProjection
-from .parts.merges import ConcatMerge
+from .parts.linear_projection import ValueProjection
 from .parts.mixture_of_heads import MixtureOfHeads
 from .parts.multi_token_attention import KeyQueryConvolution
 from .parts.overlapping_heads import Overlapping
 from .parts.relative_position_bias import ContinuousBias
 from .parts.rms_norms import HeadNorm, QKNorm
 from .parts.rotary_embedding import Rotary
+from .parts.row_groups import SumRows
 from .parts.selective_attention import SelectiveAttention
-from .parts.softmax import ScalableSoftmax, SinkSoftmax, Softmax, Softpick, WeightDropout
+from .parts.softmax import ScalableSoftmax, SinkSoftmax, Softpick, WeightDropout
 from .parts.stick_breaking import StickBreaking
 from .parts.switch_heads import SwitchOutputs, SwitchValues
 from .parts.synthesizer import AverageNormaliser
@@ -43,25 +47,7 @@ from .parts.talking_heads import KnockingHeads, TalkingHeads
 from .parts.tensor_product import TensorProduct
 from .parts.tied_projections import TiedProjection
 from .spec.attention_spec import AttentionSpec, from_json as _from_json, from_toml as _from_toml
-from .spec.heads import Heads
-
-# The parts of a spec that does not choose others.
-DEFAULT_CHOICES: dict[str, Any] = {
-    "project": LinearProjection(),
-    "similarity": DotProduct(),
-    "pattern": Full(),
-    "normaliser": Softmax(),
-    "merge": ConcatMerge(),
-}
-
-
-# The arguments of `design` with their defaults; None where the default is derived from other
-# arguments.
-DESIGN_KEYWORDS: dict[str, Any] = {
-    **DEFAULT_CHOICES,
-    **dict.fromkeys(("model", "heads", "kv", "dim", "vdim", "bias", "source")),
-    "modifiers": (),
-}
+from .spec_builder import DEFAULT_CHOICES, build_spec, check_sizes
 
 
 def design(*, preset: str | None = None, **options: Any) -> AttentionSpec:
@@ -85,7 +71,7 @@ def design(*, preset: str | None = None, **options: Any) -> AttentionSpec:
     if preset is not None:
         if preset not in PRESETS:
             raise SpecError(f"there is no preset {preset!r}; {suggest(preset, PRESETS)}")
-        _check_sizes(
+        check_sizes(
             {
                 name: size
                 for name, size in options.items()
@@ -93,38 +79,7 @@ def design(*, preset: str | None = None, **options: Any) -> AttentionSpec:
             }
         )
         return PRESETS[preset](**options)
-    for name in options:
-        if name not in DESIGN_KEYWORDS:
-            raise SpecError(f"design has no {name!r}; {suggest(name, DESIGN_KEYWORDS)}")
-    options = DESIGN_KEYWORDS | options
-    _check_sizes({name: options[name] for name in ("model", "heads")})
-    if not isinstance(options["modifiers"], (tuple, list)):
-        raise SpecError(
-            f"modifiers={options['modifiers']!r} is not a tuple; write modifiers=(Rotary(),) with "
-            "the comma"
-        )
-    options = options | {"modifiers": tuple(options["modifiers"])}
-    slots = {slot: options[slot] for slot in ("project", "similarity", "normaliser", "merge")}
-    heads = _plain_heads(options)
-    by_phase = sorted(
-        options["modifiers"], key=lambda part: part.phase if isinstance(part, Modifier) else 0
-    )
-    for part in (*slots.values(), *by_phase):
-        heads = part.fit_heads(heads) if isinstance(part, Part) else heads
-    heads = heads if options["vdim"] is None else replace(heads, vdim=options["vdim"])
-    if options["bias"] is not None:
-        slots |= _with_biases(options["bias"], slots["project"], slots["merge"])
-    pattern = (
-        parse_pattern(options["pattern"])
-        if isinstance(options["pattern"], str)
-        else options["pattern"]
-    )
-    others = {
-        "model": options["model"],
-        "source": options["source"],
-        "modifiers": options["modifiers"],
-    }
-    return AttentionSpec(heads=heads, pattern=pattern, **slots, **others)
+    return build_spec(options)
 
 
 def design_core(
@@ -148,59 +103,6 @@ def design_core(
         similarity=DotProduct(scale),
         modifiers=(WeightDropout(dropout),) if dropout else (),
     )
-
-
-LARGEST_SIZES = {"model": MAX_WIDTH, "heads": MAX_HEADS, "dim": MAX_HEAD_DIM}
-
-
-def _check_sizes(options: Mapping[str, object]) -> None:
-    for name in LARGEST_SIZES:
-        size = options.get(name, 1)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise SpecError(
-                f"design needs {name}, a whole number of at least 1, not {size!r}; try {name}=8"
-            )
-        check_size(name, size, LARGEST_SIZES[name])
-
-
-def _plain_heads(options: dict[str, Any]) -> Heads:
-    model = options["model"]
-    heads = options["heads"]
-    dim = options["dim"]
-    if dim is None and model % heads:
-        divisors = [n for n in range(1, min(model, MAX_HEADS) + 1) if model % n == 0]
-        raise SpecError(
-            f"model={model} does not divide among {heads} heads; use heads in {divisors}, or give "
-            "dim="
-        )
-    return Heads.grouped(
-        q=heads, kv=options["kv"], dim=model // heads if dim is None else dim, vdim=options["vdim"]
-    )
-
-
-def _with_biases(bias: object, project: Project, merge: Merge) -> dict[str, Part]:
-    if not isinstance(bias, str):
-        raise SpecError(
-            f"bias={bias!r} is of type {type(bias).__name__}; give text, such as bias='qkvo'"
-        )
-    unknown = sorted(set(bias) - set("qkvo"))
-    if unknown:
-        raise SpecError(
-            f"bias={bias!r} has the unknown letter {unknown[0]!r}; use letters of 'qkvo'"
-        )
-    inner = "".join(letter for letter in "qkv" if letter in bias)
-    letters_of_slot: dict[str, tuple[Part, str]] = {
-        "project": (project, inner),
-        "merge": (merge, "o" if "o" in bias else ""),
-    }
-    parts: dict[str, Part] = {}
-    for slot, (part, letters) in letters_of_slot.items():
-        if "bias" not in field_defaults(type(part)) and letters:
-            raise SpecError(
-                f"{type(part).__name__} has no biases; leave {letters!r} out of bias={bias!r}"
-            )
-        parts[slot] = replace(part, bias=letters) if "bias" in field_defaults(type(part)) else part
-    return parts
 
 
 # --- Presets --------------------------------------------------------------------------------------
@@ -379,6 +281,16 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
         project=GroupedLatent(rank=256, rope=64),
         modifiers=(Rotary(),),
     ),
+    "mlra": _preset(
+        "Multi-head low-rank attention: four latents of 128 numbers; each head adds up attention "
+        "over two of them (2603.02188).\n\n"
+        "`kv=1`, `project=GroupedLatent(rank=128, branches=4)` and `SumRows(rows=4)` give every "
+        "head all four.",
+        **CAUSAL,
+        kv=_two_groups,
+        project=GroupedLatent(rank=128, branches=2),
+        modifiers=(Rotary(), SumRows()),
+    ),
     "gta": _preset(
         "Grouped tied attention: one state is the value and half of the key of a group of heads, a "
         "quarter as many groups as heads (2505.21487).",
@@ -410,6 +322,16 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {
         **CAUSAL,
         project=ComposedHeads(),
         modifiers=(Rotary(), HeadNorm()),
+    ),
+    "iha": _preset(
+        "Interleaved heads (IHA): two pseudo queries, keys and values in each head, all sums over "
+        "heads, under one softmax (2602.21371).\n\n"
+        '`modifiers=(PseudoRotary(), PseudoOrder(), HeadCollapse(kind="global"))` sums over the '
+        "outputs of all heads.",
+        **CAUSAL,
+        project=PseudoHeads(),
+        normaliser=JointSoftmax(),
+        modifiers=(PseudoRotary(), PseudoOrder(), HeadCollapse()),
     ),
     "moh": _preset(
         "Mixture of heads: a quarter of all heads are always active, and each token chooses "

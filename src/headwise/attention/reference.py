@@ -201,9 +201,9 @@ class _SingleQueryAttention:
                 scores = zip(s_NH, pairs, strict=True)
                 changed = [self._changed(name, step, s_H, b, t, *pair) for s_H, pair in scores]
                 s_NH = torch.stack(changed)
-        w_NH = torch.stack(
-            [self._normalised(s_NH[:, h], h, i, j_N) for h in range(s_NH.shape[1])], 1
-        )
+        w_NH = torch.zeros_like(s_NH)
+        for heads in sorted({self._heads_of_row(head) for head in range(s_NH.shape[1])}):
+            w_NH[:, heads] = self._normalised(s_NH[:, heads], heads, i, j_N)
         for name, mix in self.weight_mixes:
             w_NH = torch.stack(
                 [self._mixed(name, mix, w_NH[n], b, t, s) for n, s in enumerate(keys)]
@@ -215,14 +215,19 @@ class _SingleQueryAttention:
         ]
         return torch.stack(weighted).sum(0)
 
-    def _normalised(self, s_N: Tensor, head: int, i: int, j_N: Sequence[int]) -> Tensor:
-        """Weights of one head over keys at positions j; zero where its pattern forbids a key."""
-        pattern = head_pattern(self.spec.pattern, head)
-        own = [n for n, j in enumerate(j_N) if pattern.allows(i, j)]
-        if not own:
-            return torch.zeros_like(s_N)
-        row = self.spec.normaliser.normalise_row(s_N[own], self.p["normaliser"].head(head))
-        return torch.zeros_like(s_N).index_put((torch.tensor(own),), row)
+    def _heads_of_row(self, head: int) -> tuple[int, ...]:
+        return self.spec.normaliser.heads_of_row(self.spec, head)
+
+    def _normalised(self, s_NH: Tensor, heads: Sequence[int], i: int, j_N: Sequence[int]) -> Tensor:
+        """Weights over keys at positions j of heads that are one row together, usually one head;
+        zero where a head's pattern forbids a key.
+        """
+        patterns = [head_pattern(self.spec.pattern, head) for head in heads]
+        allowed = torch.tensor([[pattern.allows(i, j) for pattern in patterns] for j in j_N])
+        if not allowed.any():
+            return torch.zeros_like(s_NH)
+        row = self.spec.normaliser.normalise_row(s_NH[allowed], self.p["normaliser"].head(heads[0]))
+        return torch.zeros_like(s_NH).index_put((allowed,), row)
 
     def _changed_rows(
         self,

@@ -32,9 +32,10 @@ BAD_INPUT = 2  # exit code for invalid arguments or input
 # The names are repeated here so that --help need not import torch; a test compares them with
 # headwise.attention.presets.
 PRESET_NAMES = (
-    "mha gqa mqa mla gla gta tpa mfa mea moh moh_vit moa switchhead dcmha mohsa collaborative "
-    "talking diff diff2 entmax linear performer longformer longformer_dilated streaming_retrieval "
-    "bigbird kha gated sinks ssmax softpick stick_breaking forgetting selective cope mta average"
+    "mha gqa mqa mla gla mlra gta tpa mfa mea iha moh moh_vit moa switchhead dcmha mohsa "
+    "collaborative talking diff diff2 entmax linear performer longformer longformer_dilated "
+    "streaming_retrieval bigbird kha gated sinks ssmax softpick stick_breaking forgetting "
+    "selective cope mta average"
 )
 PRESETS = PRESET_NAMES.split()
 DESCRIPTION_SUFFIXES = (".toml", ".json")  # specs and models without weights
@@ -115,11 +116,11 @@ def terminal_language(option: str | None) -> str:
 class SpecOptions(Options):
     """Options that name a spec and change it.
 
-    SPEC  a preset (mha, gqa, mqa, mla, gla, gta, tpa, mfa, mea, moh, moh_vit, moa, switchhead,
-        dcmha, mohsa, collaborative, talking, diff, diff2, entmax, linear, performer, longformer,
-        longformer_dilated, streaming_retrieval, bigbird, kha, gated, sinks, ssmax, softpick,
-        stick_breaking, forgetting, selective, cope, mta, average), a .toml, .json or .gguf file, a
-        folder, a Hub id (org/name), or - for stdin
+    SPEC  a preset (mha, gqa, mqa, mla, gla, mlra, gta, tpa, mfa, mea, iha, moh, moh_vit, moa,
+        switchhead, dcmha, mohsa, collaborative, talking, diff, diff2, entmax, linear, performer,
+        longformer, longformer_dilated, streaming_retrieval, bigbird, kha, gated, sinks, ssmax,
+        softpick, stick_breaking, forgetting, selective, cope, mta, average), a .toml, .json or
+        .gguf file, a folder, a Hub id (org/name), or - for stdin
     --model WIDTH  model width of the preset
     --heads COUNT  number of query heads of the preset
     --set KEY=VALUE  change a field, as in heads.kv=4 or pattern='window(256)'; repeatable

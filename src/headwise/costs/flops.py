@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
-from ..attention.interfaces import JointStep, Mix, Modifier, Part
+from ..attention.interfaces import Mix, Modifier, Part
 from ..attention.interfaces.core_types import AxisLayout, CallSize, CoreShape, Phase
 from ..attention.masking.patterns import Pattern, PerHead, head_pattern
 from ..attention.spec.attention_spec import SLOTS, AttentionSpec
@@ -246,7 +246,7 @@ def patterns_of_kv_heads(spec: AttentionSpec) -> tuple[Pattern, ...]:
     """
     heads = spec.heads
     caches_heads = spec.project.caches_keys_and_values and not heads.value_heads
-    if not isinstance(spec.pattern, PerHead) or spec.parts_of(JointStep) or not caches_heads:
+    if not isinstance(spec.pattern, PerHead) or spec.computes_heads_together or not caches_heads:
         return (spec.pattern,)
     by_kv: list[list[Pattern]] = [[] for _ in range(heads.kv)]
     for head in spec.core_score_heads:

@@ -51,7 +51,7 @@ def list_head_groups(spec: AttentionSpec) -> tuple[HeadGroup, ...]:
 
     Heads of the core without a row of weights are in none.
     """
-    if not isinstance(spec.pattern, PerHead) or spec.parts_of(JointStep):
+    if not isinstance(spec.pattern, PerHead) or spec.computes_heads_together:
         return ()
     rows = frozenset(spec.score_head_of_row)
     groups: list[HeadGroup] = []

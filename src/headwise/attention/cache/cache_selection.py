@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ...util.errors import SpecError, suggest
 from ..backends.core_interface import HeadsKV, take_heads
-from ..interfaces import JointStep
 from ..masking.key_intervals import KeyRetention, largest_retention
 from ..masking.pattern_base import PerHead, head_pattern, select_heads
 from ..masking.sequence_info import SequenceInfo
@@ -40,9 +39,9 @@ def split_by_retention(spec: AttentionSpec) -> tuple[KVHeadGroup, ...]:
     """Group key-value heads by the tokens that their patterns retain, largest retention first.
 
     Empty if one cache serves all heads: if they have one pattern or one retention, if they are not
-    cached head by head (latent keys, states of linear attention), if a part is a `JointStep`, if
-    query heads with the same pattern belong to different groups, or if no group retains the tokens
-    of all others.
+    cached head by head (latent keys, states of linear attention), if heads are computed together,
+    if query heads with the same pattern belong to different groups, or if no group retains the
+    tokens of all others.
 
     >>> import headwise as hw
     >>> spec = hw.design(
@@ -56,7 +55,7 @@ def split_by_retention(spec: AttentionSpec) -> tuple[KVHeadGroup, ...]:
     if (
         not isinstance(pattern, PerHead)
         or heads.value_heads
-        or spec.parts_of(JointStep)
+        or spec.computes_heads_together
         or spec.recurrent_part
     ):
         return ()

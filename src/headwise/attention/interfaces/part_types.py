@@ -181,6 +181,10 @@ class Normaliser(Part):
     sums_to_one: ClassVar[bool] = False
     ordered: ClassVar[bool] = False
 
+    def heads_of_row(self, spec: AttentionSpec, head: int) -> tuple[int, ...]:
+        """The score heads whose scores are normalised as one row with those of this head."""
+        return (head,)
+
     @abstractmethod
     def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor: ...
     @abstractmethod
@@ -529,8 +533,8 @@ class OutputStep(Modifier):
         """On the outputs."""
         return Phase.OUTPUTS
 
-    def required_rows(self, own_rows: tuple[int, ...]) -> tuple[int, ...]:
-        """The input rows, in order, from which the output heads with these own
+    def required_rows(self, own_rows: tuple[int, ...], rows: int) -> tuple[int, ...]:
+        """The input rows, in order and of `rows` in all, from which the output heads with these own
         rows are computed.
         """
         return own_rows

@@ -2,15 +2,16 @@
 registers them all.
 
 Projections: `linear_projection`, `factored_queries`, `latent_attention`, `grouped_latent`,
-`tied_projections`, `tensor_product`, `composed_heads`, `switch_heads` (with outputs),
-`overlapping_heads`, `collaborative`. Queries and keys: `rotary_embedding`, `rms_norms`. Similarity:
-`dot_product` with additive and Gaussian ones and the soft cap, `feature_map` with its normaliser.
-Scores: `relative_position_bias` (tables, Shaw, continuous), `talking_heads` (and knocking heads),
-`dynamic_composition`, `synthesizer` (and average attention); of all keys of a query together:
-`forgetting_attention`, `contextual_positions`, `selective_attention`, `multi_token_attention`.
-Normalisers: `softmax` (with sinks, by length, softpick, sigmoid; dropout on weights), `entmax`,
-`stick_breaking`. Outputs and gates: `differential`, `gated_attention` (and hard-concrete gates),
-`mixture_of_heads`. Merges: `merges`. Shared by parts: `initialisers` of parameters.
+`tied_projections`, `tensor_product`, `composed_heads`, `interleaved_heads` (with their softmax and
+outputs), `switch_heads` (with outputs), `overlapping_heads`, `collaborative`. Queries and keys:
+`rotary_embedding`, `rms_norms`. Similarity: `dot_product` with additive and Gaussian ones and the
+soft cap, `feature_map` with its normaliser. Scores: `relative_position_bias` (tables, Shaw,
+continuous), `talking_heads` (and knocking heads), `dynamic_composition`, `synthesizer` (and average
+attention); of all keys of a query together: `forgetting_attention`, `contextual_positions`,
+`selective_attention`, `multi_token_attention`. Normalisers: `softmax` (with sinks, by length,
+softpick, sigmoid; dropout on weights), `entmax`, `stick_breaking`. Outputs and gates: `row_groups`
+(sums), `differential`, `gated_attention` (and hard-concrete gates), `mixture_of_heads`. Merges:
+`merges`. Shared by parts: `initialisers` of parameters.
 """
 
 from importlib import import_module
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from .forgetting_attention import ForgetGate
     from .gated_attention import HardConcreteGate, HeadGate, OutputGate
     from .grouped_latent import GroupedLatent
+    from .interleaved_heads import (
+        HeadCollapse,
+        JointSoftmax,
+        PseudoHeads,
+        PseudoOrder,
+        PseudoRotary,
+    )
     from .latent_attention import MLAProjection, convert_to_latent
     from .linear_projection import LinearProjection, ValueProjection
     from .merges import ConcatMerge, SumMerge
@@ -48,6 +56,7 @@ if TYPE_CHECKING:
         Rotary,
         YaRN,
     )
+    from .row_groups import SumRows
     from .selective_attention import SelectiveAttention
     from .softmax import ScalableSoftmax, Sigmoid, SinkSoftmax, Softmax, Softpick, WeightDropout
     from .stick_breaking import StickBreaking

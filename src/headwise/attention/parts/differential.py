@@ -7,53 +7,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..interfaces import OutputStep
 from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
 from .initialisers import normal_with_std, ones_init, weight, xavier_uniform
+from .row_groups import RowGroups, repeat_consecutive
 
 
-class HeadPairs(OutputStep):
+class HeadPairs(RowGroups):
     """Base class of steps that compute output head i from the rows of score heads 2i and 2i + 1."""
 
-    combines_rows: ClassVar[bool] = True
-
-    def pairing_errors(self, heads: Heads) -> Iterator[str]:
-        """Reasons why these heads do not form pairs with the first head as output head."""
-        name = type(self).__name__
-        if heads.rows != heads.q:
-            yield (
-                f"{name} needs one row per score head, but there are {heads.rows} rows for "
-                f"{heads.q}; mix no heads"
-            )
-        if heads.q % 2:
-            yield f"{name} subtracts pairs of heads, but q={heads.q} is odd; use q={heads.q + 1}"
-        if any(head % 2 for head in heads.score_head_of_output):
-            fact = f"score_head_of_output={heads.score_head_of_output} names second heads of pairs"
-            yield f"{fact}; name the first head of each pair, 0, 2, 4, ..."
-
-    def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
-        return heads | {head ^ 1 for head in heads}
-
-    def required_rows(self, own_rows: tuple[int, ...]) -> tuple[int, ...]:
-        return _pairs_of(own_rows, 1)
-
-    def own_row_of_output(self, rows: int) -> tuple[int, ...]:
-        return tuple(range(0, rows, 2))
-
-
-def _pairs_of(numbers: Iterable[int], distance: int) -> tuple[int, ...]:
-    """Each number, followed by the one at this distance."""
-    return tuple(chain.from_iterable((number, number + distance) for number in numbers))
+    @property
+    def group_size(self) -> int:
+        """Two heads."""
+        return 2
 
 
 @part
@@ -98,9 +72,9 @@ class Differential(HeadPairs):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads
-        pairing_errors = list(self.pairing_errors(heads))
-        yield from pairing_errors
-        if not pairing_errors and heads.value_head_of_row[::2] != heads.value_head_of_row[1::2]:
+        grouping_errors = list(self.grouping_errors(heads))
+        yield from grouping_errors
+        if not grouping_errors and heads.value_head_of_row[::2] != heads.value_head_of_row[1::2]:
             yield (
                 "Differential needs pairs of heads that share a value head; use value_heads=(0, "
                 "0, 1, 1, ...)"
@@ -109,8 +83,8 @@ class Differential(HeadPairs):
     def fit_heads(self, heads: Heads) -> Heads:
         doubled = Heads.grouped(q=2 * heads.q, kv=2 * heads.kv, dim=heads.dim)
         kv = heads.kv_head_of_query
-        kv_head_of_query = _pairs_of([2 * kv_head for kv_head in kv], 1)
-        value_heads = _pairs_of(kv, 0)
+        kv_head_of_query = repeat_consecutive([2 * kv_head for kv_head in kv], 2)
+        value_heads = repeat_consecutive(kv, 2, distance=0)
         return replace(
             doubled, vdim=2 * heads.dim, kv_head_of_query=kv_head_of_query, value_heads=value_heads
         )
@@ -166,9 +140,9 @@ class DifferentialV2(HeadPairs):
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads
-        pairing_errors = list(self.pairing_errors(heads))
-        if pairing_errors:
-            yield from pairing_errors
+        grouping_errors = list(self.grouping_errors(heads))
+        if grouping_errors:
+            yield from grouping_errors
             return
         if not spec.project.supports_grouping:
             name = type(spec.project).__name__
@@ -191,8 +165,8 @@ class DifferentialV2(HeadPairs):
         return replace(
             heads,
             q=2 * heads.q,
-            kv_head_of_query=_pairs_of(heads.kv_head_of_query, 0),
-            value_heads=_pairs_of(heads.value_heads, 0),
+            kv_head_of_query=repeat_consecutive(heads.kv_head_of_query, 2, distance=0),
+            value_heads=repeat_consecutive(heads.value_heads, 2, distance=0),
         )
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:

@@ -20,7 +20,7 @@ from ..interfaces.core_types import (
 )
 from ..interfaces.part import part
 from ..spec.attention_spec import AttentionSpec
-from .initialisers import ones_init, weight, xavier_uniform
+from .initialisers import ones_init, weight, xavier_uniform, zeros_init
 from .latent_attention import MLAProjection
 
 
@@ -31,7 +31,8 @@ class GroupedLatent(MLAProjection):
 
     MLA with several latents of `rank` numbers: as many as key-value heads, `kv`, each used by the
     query heads of its group. Latents can so be divided over devices together with their heads. With
-    two latents of 256 a token has as many numbers as with MLA's one of 512:
+    two latents of 256 a token has as many numbers as with MLA's one of 512. With `branches`, that
+    many score heads, which `SumRows` adds up, share a query (2603.02188):
 
     >>> import headwise as hw
     >>> spec = hw.design(model=4096, heads=32, kv=2, dim=128, project=GroupedLatent(rank=256))
@@ -42,22 +43,45 @@ class GroupedLatent(MLAProjection):
     paper = "2505.21487"
     disagreements: ClassVar[tuple[str, ...]] = (
         "The code of 2603.02188 multiplies latents of queries and of keys and values after their "
-        "norm by sqrt(model / rank), the authors' code does not; neither do we.",
+        "norm by sqrt(model / rank), the authors' code does not; neither do we. Weights of the "
+        "norms that start at that number are the same.",
         "The authors' code has biases in all projections of queries and latents; here only queries "
         "may have one.",
     )
     supports_grouping: ClassVar[bool] = True
+    branches: int = 1
     field_choices: ClassVar = {**MLAProjection.field_choices, "bias": ("", "q")}
+    field_minima: ClassVar = {**MLAProjection.field_minima, "branches": 1}
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if spec.heads.value_heads:
             yield "GroupedLatent has one latent for keys and values; leave value_heads out"
+        if self.branches == 1:
+            return
+        fact = f"GroupedLatent(branches={self.branches})"
+        if len(spec.score_head_of_output) * self.branches != spec.heads.q:
+            yield (
+                f"{fact} has one query for {self.branches} score heads of an output head; add the "
+                f"modifier SumRows(rows={self.branches})"
+            )
+            return
+        first = frozenset(range(self.branches))
+        for _, other in spec.parts():
+            if other.required_score_heads(spec, first) != first:
+                name = type(other).__name__
+                yield f"{fact} has queries for the heads it outputs only; leave {name} out"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         applied = "query" if self.form == "absorbed" else "recalled"
         of_queries = {
             name: param for name, param in super().params(spec).items() if name.startswith("q")
         }
+        if self.branches > 1:
+            name = "q_up" if self.query_rank else "q"
+            source = "query_rank" if self.query_rank else "model"
+            wide = "(out [dim|rope])"
+            of_queries[name] = weight(f"{wide} {source}", xavier_uniform, "query")
+            of_queries |= {"q_bias": weight(wide, zeros_init)} if self.bias else {}
         return of_queries | {
             "kv_down": weight("(kv rank) source", xavier_uniform, "source"),
             "rotary_down": weight("rope source", xavier_uniform, "source"),
@@ -127,8 +151,11 @@ class GroupedLatent(MLAProjection):
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         from .rotary_embedding import Rotary
+        from .row_groups import SumRows
 
         rotary = (Rotary(),)
         yield base(project=cls(rank=8, rope=2), modifiers=rotary, pattern="causal", vdim=5, kv=2)
         yield base(project=cls(rank=8, rope=2, query_rank=9), modifiers=rotary, kv=3)
         yield base(project=cls(rank=8, rope=0, form="absorbed", norm="none", bias="q"), kv=2)
+        branches = cls(rank=8, rope=2, query_rank=9, branches=2, bias="q")
+        yield base(project=branches, modifiers=(*rotary, SumRows()), pattern="causal", kv=2, vdim=5)

@@ -322,7 +322,7 @@ class Rotary(QKTransform):
         frequency = p["frequency"]
         start = sequence.start
         if not keeps or start is None or start + sequence.count > LARGEST_TABLE:
-            return self._cos_sin(sequence.position, frequency, table_dtype, sequence.device)
+            return self.cos_sin(sequence.position, frequency, table_dtype, sequence.device)
         stop = start + sequence.count
         version = 0 if frequency.is_inference() else frequency._version
         table = p.cached.get(table_dtype)
@@ -334,7 +334,7 @@ class Rotary(QKTransform):
         ):
             size = max(SMALLEST_TABLE, 2 ** (stop - 1).bit_length())
             positions = torch.arange(size, device=frequency.device)[None]
-            angles = self._cos_sin(positions, frequency, table_dtype, sequence.device)
+            angles = self.cos_sin(positions, frequency, table_dtype, sequence.device)
             table = AngleTable(*angles, frequency, version)
             # Fake tensors, and tensors of a CUDA graph during capture, hold no numbers yet.
             is_fake = type(table.cos) is not type(frequency)
@@ -342,16 +342,17 @@ class Rotary(QKTransform):
                 p.cached[table_dtype] = table
         return table.cos[:, start:stop], table.sin[:, start:stop]
 
-    def _cos_sin(
-        self, position_BT: Tensor, frequency: Tensor, table_dtype: torch.dtype, device: torch.device
+    def cos_sin(
+        self, position: Tensor, frequency: Tensor, table_dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """[B, T, 1, pairs]; with pairs="half" [B, T, 1, dims], and the sines of the first half are
-        negative.
+        """Cosines and sines of positions [B, T], each [B, T, 1, pairs].
+
+        With pairs="half" they are [B, T, 1, dims], and the sines of the first half are negative.
         """
         # Frequencies are float64: in float32, the angle at position 2^24 would be wrong by up to
         # half a rotation. They are on the CPU if the device has no float64.
-        position_BT = position_BT.to(frequency.device)
-        angle = position_BT.view(*position_BT.shape, 1, 1) * frequency
+        position = position.to(frequency.device)
+        angle = position.view(*position.shape, 1, 1) * frequency
         cos = angle.cos()
         sin = angle.sin()
         factor = self.scaling.channel_scale
@@ -366,21 +367,24 @@ class Rotary(QKTransform):
     def transform(
         self, x_BTHK: Tensor, side: str, precomputed: tuple[Tensor, Tensor], p: PartParams
     ) -> Tensor:
-        cos, sin = precomputed
-        if cos.dtype != x_BTHK.dtype:
-            cos = cos.to(x_BTHK.dtype)
-            sin = sin.to(x_BTHK.dtype)
+        return self.rotate(x_BTHK, *precomputed)
+
+    def rotate(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Vectors [..., K] with their pairs of channels rotated by angles that broadcast."""
+        if cos.dtype != vectors.dtype:
+            cos = cos.to(vectors.dtype)
+            sin = sin.to(vectors.dtype)
         halves = self.pairs == "half"
         dims = cos.shape[-1] if halves else 2 * cos.shape[-1]
-        is_whole = dims == x_BTHK.shape[-1]
-        x = x_BTHK if is_whole else x_BTHK[..., :dims]
+        is_whole = dims == vectors.shape[-1]
+        x = vectors if is_whole else vectors[..., :dims]
         if halves:  # (a, b) to (a cos - b sin, b cos + a sin): the rolled x is (b, a)
             rotated = x * cos + x.roll(dims // 2, -1) * sin
         else:
             a = x[..., ::2]
             b = x[..., 1::2]
             rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-        return rotated if is_whole else torch.cat([rotated, x_BTHK[..., dims:]], -1)
+        return rotated if is_whole else torch.cat([rotated, vectors[..., dims:]], -1)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

@@ -257,7 +257,7 @@ class AttentionSpec:
         """
         score_heads = self.score_head_of_output
         for _, step in reversed(self.parts_of(OutputStep)):
-            score_heads = step.required_rows(score_heads)
+            score_heads = step.required_rows(score_heads, self.heads.rows)
         return score_heads
 
     @property
@@ -274,10 +274,17 @@ class AttentionSpec:
             return self._find_core_score_heads()
         return self._core_score_heads
 
+    @property
+    def computes_heads_together(self) -> bool:
+        """True if scores or weights of one head depend on those of others, or of other keys, so
+        that the core computes all heads in one call.
+        """
+        return bool(self.parts_of(JointStep)) or self.normaliser.heads_of_row(self, 0) != (0,)
+
     def _find_core_score_heads(self) -> tuple[int, ...]:
         heads = self.heads
         every = tuple(range(self.heads.q))
-        if heads.rows != heads.q or self.parts_of(JointStep) or self._makes_scores_from_input:
+        if heads.rows != heads.q or self.computes_heads_together or self._makes_scores_from_input:
             return every
         core = tuple(sorted(self._required_heads(self.score_head_of_row, self._parts_of_scores)))
         kv = {heads.kv_head_of_query[head] for head in core}
@@ -366,7 +373,7 @@ class AttentionSpec:
     def _rows_of_output(self, out: int) -> tuple[int, ...]:
         rows = (self.score_head_of_output[out],)
         for _, step in reversed(self.parts_of(OutputStep)):
-            rows = step.required_rows(rows)
+            rows = step.required_rows(rows, self.heads.rows)
         return rows
 
     def _required_heads(self, rows: tuple[int, ...], parts: Sequence[Part]) -> frozenset[int]:

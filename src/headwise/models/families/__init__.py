@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ...attention.presets import DEFAULT_CHOICES
+from ...attention.spec_builder import DEFAULT_CHOICES
 from ...util.errors import SpecError
 from ...util.files import read_text_file
 from ...util.model_names import parse_hub_id
