@@ -15,6 +15,7 @@ from . import dense
 from .core_interface import (
     CallSignature,
     CoreInputs,
+    CoreSteps,
     has_unmodified_weights,
     never_slower,
     no_mask_conflicts,
@@ -69,14 +70,9 @@ def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
     saved.
     """
     blocks = split_call(inputs.mask)
-    # Fused kernels read one mask for all heads.
-    fused_steps = inputs.steps if inputs.mask.differs_by_head else inputs.steps.with_fused_kernels()
-    # saves what `dense` saves, because recomputing a single block saves no memory
+    inputs = inputs._replace(steps=_fused_steps(call, inputs, len(blocks)))
     if len(blocks) == 1:
-        plain = torch.is_grad_enabled() and not _can_gather_values(call)
-        steps = inputs.steps if plain else fused_steps
-        return dense.attend_all_pairs(call, inputs._replace(steps=steps, probe=None))
-    inputs = inputs._replace(steps=fused_steps)
+        return dense.attend_all_pairs(call, inputs._replace(probe=None))
 
     def run(
         block: QueryBlock, carried: Mapping[str, Tensor], *tensors: Tensor
@@ -97,6 +93,16 @@ def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
         outputs.append(o_BTRV)
         carried = after or {}
     return torch.cat(outputs, 1)
+
+
+def _fused_steps(call: CallSignature, inputs: CoreInputs, num_blocks: int) -> CoreSteps:
+    """The steps with fused kernels, which read one mask for all heads."""
+    steps = inputs.steps
+    if inputs.mask.differs_by_head:
+        return steps
+    if num_blocks == 1 and torch.is_grad_enabled() and not _can_gather_values(call):
+        return steps.with_fused_mixes()  # a single block saves what `dense` saves
+    return steps.with_fused_kernels()
 
 
 def _with_tensors(inputs: CoreInputs, tensors: tuple[Tensor, ...]) -> CoreInputs:

@@ -311,14 +311,14 @@ class CoreSteps:
 
     def with_fused_kernels(self) -> CoreSteps:
         """Copy that mixes heads and normalises scores by fused kernels, for parts that have one."""
-        acts = {
-            phase: [*map(_use_fused_kernel, getattr(self, phase))]
-            for phase in ("scores", "weights")
-        }
         gather = self.normaliser.gather_values if self.weights_unmodified else None
-        return replace(
-            self, **acts, normalise=self.normaliser.fused_normalise, gather_values=gather
-        )
+        normalise = self.normaliser.fused_normalise
+        return replace(self.with_fused_mixes(), normalise=normalise, gather_values=gather)
+
+    def with_fused_mixes(self) -> CoreSteps:
+        """Copy that mixes heads by fused kernels, for parts that have one."""
+        scores = [*map(_use_fused_kernel, self.scores)]
+        return replace(self, scores=scores, weights=[*map(_use_fused_kernel, self.weights)])
 
     @property
     def sinks(self) -> Tensor | None:
