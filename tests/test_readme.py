@@ -45,6 +45,7 @@ SCRIPTS = {
     "prune_and_reload.py": ("smaller/config.json", ""),
     "convert_to_gqa.py": ("gqa/config.json", "2 key-value heads per layer"),
     "price_a_design.py": ("", "block_sparse  runs this call"),
+    "heads_by_layer.py": ("", "equal   growing"),
 }
 
 
@@ -105,13 +106,14 @@ def test_the_readmes_name_every_script():
     scripts = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".toml")}
     assert set(SCRIPTS) < scripts
     named = set(re.findall(r"\(examples/([\w.]+)\)", text))
-    in_how_to = {
+    in_other_pages = {
         "circuits_beside_behaviour.py",
         "dinov2_from_onnx.py",
+        "heads_by_layer.py",
         "headvis_data.py",
         "whisper_from_ctranslate2.py",
     }
-    assert named | in_how_to == scripts
+    assert named | in_other_pages == scripts
 
 
 def run_command(words: list[str]) -> None:
