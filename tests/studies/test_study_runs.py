@@ -245,6 +245,20 @@ def test_plan_and_budget(study: Study):
         plan.check_budget(1e-6)
 
 
+def test_a_plan_counts_the_steps_of_edits_and_runs_none(study_file: Path, tmp_path: Path):
+    path = tmp_path / "edited.toml"
+    table = '[edits.{}]\nchange = "prune"\nshare = 0.5\nranking = "gates"\n'
+    steps = "gate_steps = 400_000_000\nsteps = 600_000_000\n"
+    path.write_text(FILE + table.format("half") + steps)
+    seconds = [
+        plan_study(read_study(one), ProcessEngine(IN_THIS_PROCESS)).prices[0].seconds
+        for one in (study_file, path)
+    ]
+    plain, edited = (one or 0.0 for one in seconds)
+    assert 0 < plain < 60
+    assert edited > 10**9 * 1e-4  # a step takes over 0.1 ms
+
+
 def test_two_studies_in_one_folder_are_refused(study, finished, tmp_path):
     (tmp_path / "study.json").write_text('{"study": "another"}')
     with pytest.raises(SpecError, match="holds the study 'another'"):

@@ -449,6 +449,11 @@ class ModelEdit:
     steps: int = 0
 
     @property
+    def training_steps(self) -> int:
+        """Count the training steps of the edit: of its gates, and after it."""
+        return self.steps + (self.gate_steps if self.ranking == "gates" else 0)
+
+    @property
     def site_names(self) -> tuple[str, ...]:
         """Return the prefix of the attentions that are changed; empty for all."""
         return (self.sites,) if self.sites else ()

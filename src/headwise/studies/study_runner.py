@@ -309,7 +309,9 @@ def plan_study(
             evaluations = -(-recipe.steps // recipe.evaluate_every)
             evaluation = recipe.evaluate_batches * step * FORWARD_SHARE
             fixed = max(0.0, timing["processor"] - TRIAL_STEPS * step - evaluation)
-            seconds = fixed + recipe.steps * step + evaluations * evaluation
+            edits = [edit.training_steps for _, edit in study.edits_of(variant.name)]
+            steps = recipe.steps + sum(edits)
+            seconds = fixed + steps * step + (evaluations + len(edits)) * evaluation
         prices.append(
             CellPrice(
                 *key,
@@ -325,12 +327,12 @@ def plan_study(
 
 
 def _trial_cell(grid: CellGrid, variant: str, task: str, seed: int = 0) -> Cell:
-    """Cut the first cell of a variant on a task to a few steps and one evaluation."""
+    """Cut the first cell of a variant on a task to a few steps and one evaluation, without edits."""
     arm = grid.study.variants[variant]
     of_task = grid.study.tasks[task]
     cell = grid.cell(arm, of_task, grid.rates(arm, of_task)[0], seed)
     recipe = {**cell.config["recipe"], "steps": TRIAL_STEPS, "evaluate_every": TRIAL_STEPS}
-    return replace(cell, config={**cell.config, "recipe": recipe})
+    return replace(cell, config={**cell.config, "recipe": recipe, "edits": {}})
 
 
 def tabulate_plan(plan: StudyPlan) -> Table:
