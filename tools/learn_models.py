@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from itertools import islice
+from collections import Counter
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,10 @@ from headwise.observe.head_analysis.annotated_examples import (
 from headwise.observe.head_analysis.dependency_syntax import DependencyScores
 from headwise.observe.head_analysis.head_classes import classify_heads
 from headwise.observe.head_analysis.head_measurement import measure_heads
-from headwise.observe.head_analysis.head_table import HeadTable
+from headwise.observe.head_analysis.head_table import HeadTable, class_group
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "src" / "headwise" / "learn" / "stored_models.json"
-MINILM = ROOT / "docs" / "findings" / "minilm.md"
 TRANSLATOR = ROOT / "docs" / "findings" / "translator.md"
 SENTENCES = 500
 MEANING_SENTENCES = 100
@@ -59,8 +59,8 @@ def main(argv: list[str]) -> int:
     net = hw.load(argv[0])
     sentences = read_conllu(read_lines(argv[1]), argv[1])
     examples = examples_from_sentences(net, sentences, SENTENCES).examples_with_frequencies()
-    heads = measure_heads(net, examples, collectors=[DependencyScores()])
-    minilm = summarise(classify_heads(heads)) | {"sentences": SENTENCES}
+    heads = classify_heads(measure_heads(net, examples, collectors=[DependencyScores()]))
+    minilm = summarise(heads) | {"sentences": SENTENCES}
     texts = [
         " ".join(one.words)
         for one in islice(read_conllu(read_lines(argv[1]), argv[1]), MEANING_SENTENCES)
@@ -72,7 +72,8 @@ def main(argv: list[str]) -> int:
     short = [text for text in texts if 8 <= len(tokenizer.encode(text).ids) <= 40]
     minilm |= layers.measure_texts(net, tokenizer, short)
     minilm["outliers"] = layers.measure_outliers(net, tokenizer, short[:OUTLIER_SENTENCES])
-    minilm["classes"] = read_classes()
+    groups = [{class_group(one.name) for one in head.classes} for head in heads.heads]
+    minilm["classes"] = Counter(chain.from_iterable(groups))
     stored = {"minilm": minilm, "translator": read_translator()}
     stored |= {"dates": layers.measure_translator(), "variants": layers.measure_variants()}
     stored |= read_pages()
@@ -197,14 +198,6 @@ def measure_gender(net: Any) -> dict[str, Any]:
         "difference": means[best],
         "p": p[best] * len(p),
     }
-
-
-def read_classes() -> dict[str, int]:
-    """Heads of each class on docs/findings/minilm.md."""
-    text = " ".join(MINILM.read_text(encoding="utf-8").split())
-    listed = re.search(r"classes here: (.*?);", text)
-    assert listed is not None, MINILM
-    return {name: int(count) for count, name in re.findall(r"(\d+) ([\w-]+)", listed[1])}
 
 
 def read_translator() -> dict[str, Any]:

@@ -327,7 +327,7 @@ def plan_study(
 
 
 def _trial_cell(grid: CellGrid, variant: str, task: str, seed: int = 0) -> Cell:
-    """Cut the first cell of a variant on a task to a few steps and one evaluation, without edits."""
+    """Cut the first cell of a variant on a task to a few steps, one evaluation and no edits."""
     arm = grid.study.variants[variant]
     of_task = grid.study.tasks[task]
     cell = grid.cell(arm, of_task, grid.rates(arm, of_task)[0], seed)
