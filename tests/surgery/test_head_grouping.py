@@ -93,7 +93,8 @@ def layer_from_weights(spec, weights) -> hw.Attention:
 @pytest.mark.parametrize("name", EVERY_CASE)
 def test_another_order_is_refused_or_the_same_layer(name):
     spec = EVERY[name]
-    if not spec.heads.value_heads and spec.project.supports_grouping and "Differential" not in name:
+    group = len(spec.score_head_of_row) // len(spec.score_head_of_output)
+    if not spec.heads.value_heads and spec.project.supports_grouping and group == 1:
         shuffled = replace(
             spec.heads,
             kv_head_of_query=tuple(
@@ -113,9 +114,11 @@ def test_another_order_is_refused_or_the_same_layer(name):
         with pytest.raises(hw.SpecError, match=r"at fixed positions|grouped separately"):
             permute_heads(spec, layer.state_dict(), order)
         return
-    if "Differential" in name:
-        pairs = np.random.default_rng(1).permutation(spec.heads.q // 2)
-        order = [2 * pair + half for pair in pairs.tolist() for half in range(2)]
+    if group > 1:
+        with pytest.raises(hw.SpecError, match="separates score heads"):
+            permute_heads(spec, layer.state_dict(), order)
+        groups = np.random.default_rng(1).permutation(spec.heads.q // group)
+        order = [group * first + n for first in groups.tolist() for n in range(group)]
     for make in (
         lambda: permute_heads(spec, layer.state_dict(), order),
         lambda: permute_heads(spec, layer.state_dict()),

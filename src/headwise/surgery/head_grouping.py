@@ -232,14 +232,19 @@ def permute_heads(
     ((0, 1, 0, 1), True)
     """
     heads = spec.heads
-    order = order or sorted(range(heads.q), key=heads.kv_head_of_query.__getitem__)
+    rows = spec.score_head_of_row
+    rows_per_output = len(rows) // len(spec.score_head_of_output)
+    # Score heads of one output head stay together, in their order.
+    first_row = {head: rows[n - n % rows_per_output] for n, head in enumerate(rows)}
+    order = order or sorted(
+        range(heads.q), key=lambda head: heads.kv_head_of_query[first_row.get(head, head)]
+    )
     if sorted(order) != list(range(heads.q)):
         raise SpecError(f"order must list each of {heads.q} score heads once, got {list(order)}")
     new_index = {head: n for n, head in enumerate(order)}
     kv = list(dict.fromkeys(heads.kv_head_of_query[head] for head in order))
     if heads.value_heads:
         raise SpecError(f"cannot reorder heads: keys and values are grouped separately ({heads})")
-    rows_per_output = len(spec.score_head_of_row) // len(spec.score_head_of_output)
     # A norm over all heads at once is the same in every order.
     parts = tuple(one for one in spec.modifiers if not one.concatenates_key_heads())
     ordered = replace(spec, modifiers=parts)
@@ -258,6 +263,13 @@ def permute_heads(
         range(len(spec.score_head_of_output)),
         key=lambda out: new_index[spec.score_head_of_output[out]],
     )
+    for n in range(0, len(rows), rows_per_output):
+        first = new_index[rows[n]]
+        moved = [new_index[head] for head in rows[n : n + rows_per_output]]
+        if moved != list(range(first, first + rows_per_output)):
+            raise SpecError(
+                f"order={list(order)} separates score heads of one output head. Keep them adjacent"
+            )
     kv_head_of_query = tuple(kv.index(heads.kv_head_of_query[head]) for head in order)
     score_heads = tuple(new_index[spec.score_head_of_output[out]] for out in outputs)
     new_spec = replace(
@@ -271,14 +283,6 @@ def permute_heads(
             else score_heads,
         ),
     )
-    row_heads: list[int] = []
-    for out in outputs:
-        rows = slice(out * rows_per_output, (out + 1) * rows_per_output)
-        row_heads += [new_index[head] for head in spec.score_head_of_row[rows]]
-    if row_heads != list(new_spec.score_head_of_row):
-        raise SpecError(
-            f"order={list(order)} separates score heads of one output head. Keep them adjacent"
-        )
     return new_spec, transform_axes(
         spec,
         weights,

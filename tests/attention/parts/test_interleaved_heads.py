@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise import parts
+from headwise.surgery.head_grouping import permute_heads
 from support.layer_checks import decode_in_chunks
 
 TOKENS, WIDTH, HEADS, DIM, VDIM = 6, 20, 4, 8, 5
@@ -214,15 +216,38 @@ def test_a_layer_starts_near_plain_attention():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"preset": "iha", "kv": 2}, "leave kv=2 out"),
-        ({"project": parts.PseudoHeads(), "kv": 2}, "PseudoHeads needs P^2 score heads"),
-        ({"normaliser": parts.JointSoftmax(), "kv": 2}, "q=6 on kv=2; use preset='iha'"),
-        ({"modifiers": (parts.PseudoRotary(),), "kv": 2}, "PseudoRotary needs P^2 score heads"),
+        ({"preset": "iha", "kv": 2}, "but kv=2; leave kv, and other parts"),
+        ({"project": parts.PseudoHeads(), "kv": 2}, "PseudoHeads needs P key-value heads"),
+        (
+            {"normaliser": parts.JointSoftmax(), "kv": 2},
+            "but kv=2 and q=6; use design(preset='iha'",
+        ),
+        ({"modifiers": (parts.PseudoRotary(),), "kv": 2}, "PseudoRotary needs P key-value heads"),
         ({"modifiers": (parts.HeadCollapse(kind="all"),)}, "kind='all') is unknown"),
-        ({"preset": "iha", "source": 9}, "PseudoOrder needs queries and keys of one sequence"),
+        ({"preset": "iha", "source": 9}, "leave PseudoOrder out"),
+        ({"preset": "iha", "normaliser": parts.Softmax()}, "use normaliser JointSoftmax()"),
+        (
+            {
+                "preset": "iha",
+                "modifiers": (parts.PseudoOrder(), parts.TalkingHeads(), parts.HeadCollapse()),
+            },
+            "TalkingHeads would mix scores of -inf; write it before PseudoOrder",
+        ),
+        (
+            {
+                "project": parts.GroupedLatent(rank=4, rope=2),
+                "kv": 3,
+                "modifiers": (parts.PseudoRotary(),),
+            },
+            "PseudoRotary needs queries and keys with heads.dim channels",
+        ),
+        (
+            {"modifiers": (parts.HeadCollapse(pseudo=2), parts.HeadCollapse(pseudo=3))},
+            "leave kv, and other parts that add score heads, out",
+        ),
         (
             {"project": parts.GroupedLatent(rank=4, rope=2, branches=2), "kv": 2},
-            "add the modifier SumRows(rows=2)",
+            "use modifier SumRows(rows=2)",
         ),
         (
             {
@@ -245,3 +270,36 @@ def test_groups_have_at_least_one_row(number: int):
         parts.SumRows(rows=number)
     with pytest.raises(hw.SpecError, match=f"pseudo={number}.* is out of range"):
         parts.HeadCollapse(pseudo=number)
+
+
+def test_changed_numbers_of_heads_keep_the_branches_apart():
+    spec = hw.design(preset="mlra", model=64, heads=8)
+    smaller = spec.with_heads(q=8)
+    assert smaller.heads.kv_head_of_query == (0, 2, 0, 2, 1, 3, 1, 3)
+    assert smaller.heads == hw.design(preset="mlra", model=64, heads=4, dim=spec.heads.dim).heads
+    with pytest.raises(hw.SpecError, match="adds up heads with the key-value heads"):
+        replace(spec, heads=replace(spec.heads, kv_head_of_query=tuple(n // 4 for n in range(16))))
+
+
+def test_reordering_keeps_the_branches_of_a_head_together():
+    """In their order, or in that of the key-value heads of the first branch."""
+    spec = hw.design(model=24, heads=4, kv=2, dim=4, modifiers=(parts.SumRows(),))
+    layer = random_layer(spec)
+    mixed, weights = permute_heads(spec, layer.state_dict(), (4, 5, 0, 1, 6, 7, 2, 3))
+    sorted_spec, weights = permute_heads(mixed, weights)
+    first_keys = sorted_spec.heads.kv_head_of_query[::2]
+    assert list(first_keys) == sorted(first_keys)
+    same = hw.Attention(sorted_spec).double()
+    same.load_state_dict(weights)
+    x = torch.randn(2, TOKENS, 24, dtype=torch.float64)
+    torch.testing.assert_close(same(x), layer(x))
+
+
+def test_the_log_sum_of_a_row_is_that_of_all_its_pseudo_keys():
+    layer = random_layer(design_interleaved(2))
+    probe = hw.Probe("scores", "weights", "lse")
+    _ = layer(torch.randn(1, TOKENS, WIDTH, dtype=torch.float64), probe=probe)
+    scores, weights, lse = (probe.tensors[name] for name in ("scores", "weights", "lse"))
+    causal = torch.ones(TOKENS, TOKENS).tril().bool()
+    expected = (scores - lse[..., None]).exp().masked_fill(~causal, 0.0)
+    torch.testing.assert_close(weights, expected)

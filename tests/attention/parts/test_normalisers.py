@@ -119,3 +119,18 @@ def test_a_window_gives_its_keys_in_the_order_of_positions():
             real = preview.position[preview.segment >= 0].unflatten(0, (2, -1))
             assert real.tolist() == [[*range(max(0, t - 3), t + 1)]] * 2
         layer(x[:, t : t + 1], cache=cache)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-39])
+def test_tiny_sums_of_scores_are_divided_exactly(size: float):
+    """Their reciprocals, or the squares of these, are beyond float32."""
+    scores = torch.tensor([[[[0.0, 1.0, 3.0]]]]) * size
+    scores.requires_grad_()
+    allowed = torch.ones(1, 1, 1, 3, dtype=torch.bool)
+    weights = hw.parts.SumNormaliser().normalise(scores, allowed, {})
+    torch.testing.assert_close(weights.flatten(), torch.tensor([0.0, 0.25, 0.75]))
+    (weights * torch.tensor([0.0, 1.0, 1.0])).sum().backward()
+    assert scores.grad is not None
+    if size > 1e-38:
+        expected = torch.tensor([-0.25, 0.0, 0.0]) / size
+        torch.testing.assert_close(scores.grad.flatten(), expected, atol=1e-3 / size, rtol=1e-5)

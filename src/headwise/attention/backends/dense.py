@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.operand_checks import is_under_functorch
+from ..spec.attention_spec import AttentionSpec
 from .core_interface import (
     CallSignature,
     CoreInputs,
@@ -48,7 +49,7 @@ def attend_all_pairs(call: CallSignature, inputs: CoreInputs) -> Tensor:
     if probe is not None:
         s_BHTS = probe("scores", s_BHTS)
         if "lse" in probe.points:
-            probe("lse", s_BHTS.masked_fill(~allowed, -torch.inf).logsumexp(-1))
+            probe("lse", _log_sum_exp(s_BHTS.masked_fill(~allowed, -torch.inf), call.spec))
     if (
         steps.gather_values is not None
         and steps.normaliser.prefers_gather(s_BHTS.device.type, inputs.v.dtype)
@@ -72,6 +73,13 @@ def attend_all_pairs(call: CallSignature, inputs: CoreInputs) -> Tensor:
 
 # only dispatch calls `attend`; other backends call `attend_all_pairs` for their blocks
 attend = attend_all_pairs
+
+
+def _log_sum_exp(s_BHTS: Tensor, spec: AttentionSpec) -> Tensor:
+    """Log of the sum of exponentials of the row of each head, which heads may share."""
+    lse_BHT = s_BHTS.logsumexp(-1)
+    rows = [spec.normaliser.heads_of_row(spec, head) for head in range(s_BHTS.shape[1])]
+    return lse_BHT if len(rows[0]) == 1 else lse_BHT[:, rows].logsumexp(2)
 
 
 def _scores(call: CallSignature, inputs: CoreInputs) -> Tensor:

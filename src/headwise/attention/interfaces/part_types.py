@@ -171,9 +171,9 @@ class Normaliser(Part):
 
     `proportional`: weights are the scores divided by `divisor` of their sum. This is the only kind
     that a similarity with a recurrent state can use; a normaliser that ignores the scores may have
-    a separate state. `shift_invariant`: adding a constant to all scores of a row changes nothing.
-    `sums_to_one`: the weights of every row with an allowed key sum to one. `ordered`: weights
-    depend on the order of the keys, which caches then keep.
+    a separate state. `shift_invariant`: adding a constant to all scores of a score head changes
+    nothing. `sums_to_one`: the weights of every score head with an allowed key sum to one.
+    `ordered`: weights depend on the order of the keys, which caches then keep.
     """
 
     proportional: ClassVar[bool] = False

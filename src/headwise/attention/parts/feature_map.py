@@ -360,8 +360,8 @@ class SumNormaliser(Normaliser):
 
     def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         s_BHTS = s_BHTS.masked_fill(~allowed, 0.0)
-        # the gradient of a product takes half as many passes over all scores as that of a quotient
-        return s_BHTS * self.divisor(s_BHTS.sum(-1, keepdim=True)).reciprocal()
+        # a product with the reciprocal is faster, but overflows for sums that are not 0 but tiny
+        return s_BHTS / self.divisor(s_BHTS.sum(-1, keepdim=True))
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

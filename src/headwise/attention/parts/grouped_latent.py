@@ -43,10 +43,10 @@ class GroupedLatent(MLAProjection):
     paper = "2505.21487"
     disagreements: ClassVar[tuple[str, ...]] = (
         "The code of 2603.02188 multiplies latents of queries and of keys and values after their "
-        "norm by sqrt(model / rank), the authors' code does not; neither do we. Weights of the "
-        "norms that start at that number are the same.",
-        "The authors' code has biases in all projections of queries and latents; here only queries "
-        "may have one.",
+        "norm by sqrt(model / rank), that of 2505.21487 and headwise do not. Norms with weights "
+        "multiplied by that number compute the same.",
+        "The code of 2505.21487 has biases in all projections of queries and latents; here only "
+        "queries may have one.",
     )
     supports_grouping: ClassVar[bool] = True
     branches: int = 1
@@ -56,20 +56,21 @@ class GroupedLatent(MLAProjection):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if spec.heads.value_heads:
             yield "GroupedLatent has one latent for keys and values; leave value_heads out"
-        if self.branches == 1:
+        if self.branches <= 1:
             return
         fact = f"GroupedLatent(branches={self.branches})"
         if len(spec.score_head_of_output) * self.branches != spec.heads.q:
             yield (
-                f"{fact} has one query for {self.branches} score heads of an output head; add the "
-                f"modifier SumRows(rows={self.branches})"
+                f"{fact} has one query for {self.branches} score heads of an output head, but "
+                f"{spec.heads.q} score heads make {len(spec.score_head_of_output)} output heads; "
+                f"use modifier SumRows(rows={self.branches})"
             )
             return
         first = frozenset(range(self.branches))
         for _, other in spec.parts():
             if other.required_score_heads(spec, first) != first:
                 name = type(other).__name__
-                yield f"{fact} has queries for the heads it outputs only; leave {name} out"
+                yield f"{fact} shares queries, so no part may mix heads; leave {name} out"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         applied = "query" if self.form == "absorbed" else "recalled"

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from ...util.errors import SpecError
 from ...util.size_limits import MAX_HEADS
-from ..interfaces import Normaliser, Project, QKTransform, ScoreStep
+from ..interfaces import Mix, Normaliser, Project, QKTransform, ScoreStep
 from ..interfaces.core_types import (
     AxisLayout,
     CallSize,
     CoreShape,
     Param,
     PartParams,
+    Phase,
     ScorePosition,
     SpecFactory,
     TransformsQK,
@@ -38,10 +39,11 @@ START_NOISE = 0.02  # so that the pseudo heads of a head differ at the start
 
 
 def num_pseudo_heads(sizes: Mapping[str, int]) -> int:
-    """The number P of pseudo heads of each head: P^2 score heads, one for each pair of a pseudo
-    query and a pseudo key, use its P key-value heads.
+    """The number P of pseudo heads of each head, which has P key-value heads and P^2 score heads:
+    one for each pair of a pseudo query and a pseudo key.
     """
-    return int(sizes["q"]) // int(sizes["kv"])  # plain numbers in formulas of the cost
+    # The sizes may be symbols of a cost formula, which would print nested quotients.
+    return int(sizes["q"]) // int(sizes["kv"])
 
 
 def init_pseudo_heads(shape: tuple[int, ...]) -> Tensor:
@@ -142,11 +144,11 @@ class PseudoHeads(Project):
 def pseudo_head_errors(name: str, heads: Heads) -> Iterator[str]:
     """Reasons why these score heads are not all pairs of the pseudo queries and keys of heads."""
     pseudo, rest = divmod(heads.q, heads.kv)
-    plain = tuple(head // max(pseudo, 1) for head in range(heads.q))
-    if rest or heads.q % max(pseudo, 1) ** 2 or heads.kv_head_of_query != plain:
+    plain = tuple(head // pseudo for head in range(heads.q))
+    if rest or heads.q % pseudo**2 or heads.kv_head_of_query != plain:
         yield (
-            f"{name} needs P^2 score heads on P key-value heads of each head, not q={heads.q} on "
-            f"kv={heads.kv}; use preset='iha', or add the modifier HeadCollapse(pseudo=2)"
+            f"{name} needs P key-value heads and P^2 score heads for each head, but kv={heads.kv} "
+            f"and q={heads.q}; use design(preset='iha', heads=4)"
         )
     elif heads.value_heads and heads.value_heads != plain:
         yield f"{name} has one value for each pseudo key; leave value_heads out"
@@ -222,6 +224,7 @@ class PseudoRotary(QKTransform):
 
     paper = "2602.21371"
     positional: ClassVar[bool] = True
+    needed_head_dims: ClassVar[str] = "queries and keys with heads.dim channels"
     rotary: Rotary = Rotary()
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
@@ -230,7 +233,7 @@ class PseudoRotary(QKTransform):
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         pseudo = num_pseudo_heads(spec.sizes)
-        return {**self.rotary.params(spec), "place": constant("pseudo", list(range(pseudo)))}
+        return {**self.rotary.params(spec), "offset": constant("pseudo", list(range(pseudo)))}
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {**self.rotary.sizes(spec), "pseudo": num_pseudo_heads(spec.sizes)}
@@ -238,8 +241,8 @@ class PseudoRotary(QKTransform):
     def precompute(
         self, sequence: SequenceInfo, table_dtype: torch.dtype, p: PartParams, keeps: bool = False
     ) -> tuple[Tensor, Tensor]:
-        place = p["place"]
-        position = sequence.position.to(place.device)[..., None] * len(place) + place
+        offset = p["offset"]
+        position = sequence.position.to(offset.device)[..., None] * len(offset) + offset
         angles = self.rotary.cos_sin(position, p["frequency"], table_dtype, sequence.device)
         cos, sin = (angle.squeeze(3)[:, :, None] for angle in angles)
         return cos, sin  # [B, T, 1, pseudo, dims]
@@ -247,7 +250,7 @@ class PseudoRotary(QKTransform):
     def transform(
         self, x_BTHK: Tensor, side: str, precomputed: tuple[Tensor, Tensor], p: PartParams
     ) -> Tensor:
-        by_head = x_BTHK.unflatten(2, (-1, len(p["place"])))
+        by_head = x_BTHK.unflatten(2, (-1, len(p["offset"])))
         return self.rotary.rotate(by_head, *precomputed).flatten(2, 3)
 
     @classmethod
@@ -264,7 +267,7 @@ class PseudoOrder(ScoreStep):
     -inf (2602.21371).
 
     This is the causal mask of a sequence with P tokens for each token. Without it, a pseudo query
-    attends to all pseudo keys of its token.
+    attends to all pseudo keys of its token. The pseudo keys need a common softmax, `JointSoftmax`.
     """
 
     paper = "2602.21371"
@@ -280,7 +283,17 @@ class PseudoOrder(ScoreStep):
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         yield from pseudo_head_errors(type(self).__name__, spec.heads)
         if spec.source is not None:
-            yield "PseudoOrder needs queries and keys of one sequence; leave source out"
+            yield "PseudoOrder needs queries and keys of one sequence; leave PseudoOrder out"
+        if spec.normaliser.heads_of_row(spec, 0) == (0,):
+            name = type(spec.normaliser).__name__
+            yield (
+                f"PseudoOrder would leave rows without keys for {name}, which normalises each "
+                "pseudo key alone; use normaliser JointSoftmax()"
+            )
+        for mix in spec.modifiers[spec.modifiers.index(self) + 1 :]:
+            if isinstance(mix, Mix) and mix.phase is Phase.SCORES:
+                name = type(mix).__name__
+                yield f"{name} would mix scores of -inf; write it before PseudoOrder"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         pseudo = num_pseudo_heads(spec.sizes)
@@ -318,7 +331,7 @@ class HeadCollapse(RowGroups):
 
     kind="head" is the paper's Algorithm 1; kind="global", its Definition 3, sums over the pseudo
     queries of all heads g: o_h = sum over g, p of R_hgp u_gp. `design(heads=h)` makes P = `pseudo`
-    key-value heads and P^2 score heads for each head:
+    key-value heads and P^2 score heads for each head, so that P = q / kv:
 
     >>> import headwise as hw
     >>> hw.design(model=8, heads=2, project=PseudoHeads(), modifiers=(HeadCollapse(),)).heads
@@ -349,26 +362,31 @@ class HeadCollapse(RowGroups):
         return self.kind == "global"
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        errors = [*self.grouping_errors(spec.heads)]
-        yield from errors or pseudo_head_errors(type(self).__name__, spec.heads)
-        pseudo = num_pseudo_heads(spec.sizes)
-        if not errors and pseudo != self.pseudo:
-            yield f"HeadCollapse(pseudo={self.pseudo}) does not fit {pseudo} score heads per key"
+        heads = spec.heads
+        errors = [*self.grouping_errors(heads)] or [*pseudo_head_errors("HeadCollapse", heads)]
+        yield from errors
+        if not errors and heads.q != heads.kv * self.pseudo:
+            yield (
+                f"HeadCollapse(pseudo={self.pseudo}) needs {self.pseudo} score heads for each "
+                f"key-value head, but kv={heads.kv} and q={heads.q}; use pseudo="
+                f"{heads.q // heads.kv}"
+            )
 
     def fit_heads(self, heads: Heads) -> Heads:
         if heads.kv != heads.q:
             raise SpecError(
-                f"HeadCollapse makes the key-value heads of each head; leave kv={heads.kv} out"
+                f"HeadCollapse makes {self.pseudo} key-value heads for each of {heads.q} heads, "
+                f"but kv={heads.kv}; leave kv, and other parts that add score heads, out"
             )
         kv = heads.q * self.pseudo
         return Heads.grouped(q=kv * self.pseudo, kv=kv, dim=heads.dim, vdim=heads.vdim)
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        inputs = "pseudo" if self.kind == "head" else "given"
+        inputs = "pseudo" if self.kind == "head" else "pseudo_query"
         return {"sum": weight(f"out {inputs}", init_collapse(self.pseudo))}
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
-        return {"pseudo": self.pseudo, "given": spec.heads.q // self.pseudo}
+        return {"pseudo": self.pseudo, "pseudo_query": spec.heads.q // self.pseudo}
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         inputs = self.pseudo if self.kind == "head" else spec.heads.q // self.pseudo

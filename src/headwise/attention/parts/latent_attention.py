@@ -145,16 +145,14 @@ class MLAProjection(Project):
             low = F.rms_norm(low, (self.query_rank,), p["q_norm"].to(low.dtype), self.eps)
             flat = F.linear(low, p["q_up"], bias)
         dim = p.sizes["dim"]
-        own, shared = flat.unflatten(-1, (-1, dim + self.rope)).split([dim, self.rope], -1)
-        q_BTHK = torch.cat([own, transform(shared, "q")], -1)
-        branches = p.sizes["q"] // q_BTHK.shape[2]
+        q_BTHK = flat.unflatten(-1, (-1, dim + self.rope))
+        branches = p.sizes["q"] // q_BTHK.shape[2]  # score heads that share a query
         if branches > 1:
             q_BTHK = q_BTHK.repeat_interleave(branches, 2)
-        if self.form == "expanded":
-            return q_BTHK
         own, shared = q_BTHK.split([dim, self.rope], -1)
-        own = torch.einsum("bthk,hkr->bthr", own, p["k_up"].view(-1, dim, self.rank))
-        return torch.cat([own, shared], -1)
+        if self.form == "absorbed":
+            own = torch.einsum("bthk,hkr->bthr", own, p["k_up"].view(-1, dim, self.rank))
+        return torch.cat([own, transform(shared, "q")], -1)
 
     def project_kv(
         self, z_BSE: Tensor, transform: TransformsQK, p: PartParams

@@ -42,11 +42,11 @@ class RowGroups(OutputStep):
         if heads.rows != heads.q:
             yield (
                 f"{name} needs one row per score head, but there are {heads.rows} rows for "
-                f"{heads.q}; mix no heads"
+                f"{heads.q}; leave parts that change the number of heads out"
             )
         if heads.q % size:
             yield (
-                f"{name} combines {size} heads into one, which does not divide q={heads.q}; use "
+                f"{name} combines groups of {size} heads, but q={heads.q}; use "
                 f"q={(heads.q // size + 1) * size}"
             )
         if any(head % size for head in heads.score_head_of_output):
@@ -113,11 +113,30 @@ class SumRows(RowGroups):
         return self.rows
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
-        yield from self.grouping_errors(spec.heads)
+        errors = [*self.grouping_errors(spec.heads)]
+        yield from errors
+        keys = spec.heads.kv_head_of_query
+        groups = [keys[n : n + self.rows] for n in range(0, len(keys), self.rows)]
+        shared = [group for group in groups if len(set(group)) < self.rows]
+        if shared and not errors:
+            yield (
+                f"SumRows(rows={self.rows}) adds up heads with the key-value heads {shared[0]}; "
+                "give each of them another one in heads.kv_head_of_query"
+            )
 
     def fit_heads(self, heads: Heads) -> Heads:
         keys = repeat_consecutive(heads.kv_head_of_query, self.rows, distance=heads.kv)
         return replace(heads, q=heads.q * self.rows, kv=heads.kv * self.rows, kv_head_of_query=keys)
+
+    def widen_heads(self, heads: Heads) -> Heads:
+        """Heads whose groups were reset to even ones, with key-value heads for each branch."""
+        is_reset = len(set(heads.kv_head_of_query[: self.rows])) < self.rows
+        if not is_reset or heads.q % self.rows or heads.kv % self.rows:
+            return heads
+        of_branch = Heads.grouped(
+            q=heads.q // self.rows, kv=heads.kv // self.rows, dim=heads.dim, vdim=heads.vdim
+        )
+        return replace(heads, kv_head_of_query=self.fit_heads(of_branch).kv_head_of_query)
 
     def transform_outputs(self, o_BTRV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
         return o_BTRV.unflatten(-2, (-1, self.rows)).sum(-2) * self.rows**-0.5
