@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,11 @@ def test_a_query_without_allowed_keys_gives_zero(backend: str, normaliser: objec
         if isinstance(normaliser, hw.parts.SumNormaliser)
         else hw.parts.DotProduct()
     )
-    used = layer(backend, normaliser=normaliser, similarity=similarity, bias="qkvo", kv=2)
+    heads: dict[str, Any] = {"bias": "qkvo", "kv": 2}
+    if isinstance(normaliser, hw.parts.JointSoftmax):
+        pseudo = (hw.parts.HeadCollapse(),)
+        heads = {"bias": "o", "project": hw.parts.PseudoHeads(), "modifiers": pseudo}
+    used = layer(backend, normaliser=normaliser, similarity=similarity, **heads)
     z = numbers(2, 7, 10)
     x = z
     hidden = None

@@ -32,7 +32,7 @@ from ..spec.attention_spec import AttentionSpec
 from ..spec.heads import Heads
 from .composed_heads import init_composition
 from .initialisers import Initialiser, constant, weight, xavier_uniform
-from .rotary_embedding import Rotary
+from .rotary_embedding import Rotary, rotate_pairs
 from .row_groups import RowGroups
 
 START_NOISE = 0.02  # so that the pseudo heads of a head differ at the start
@@ -251,7 +251,7 @@ class PseudoRotary(QKTransform):
         self, x_BTHK: Tensor, side: str, precomputed: tuple[Tensor, Tensor], p: PartParams
     ) -> Tensor:
         by_head = x_BTHK.unflatten(2, (-1, len(p["offset"])))
-        return self.rotary.rotate(by_head, *precomputed).flatten(2, 3)
+        return rotate_pairs(by_head, *precomputed, self.rotary.pairs).flatten(2, 3)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

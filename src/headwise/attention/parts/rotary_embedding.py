@@ -367,24 +367,7 @@ class Rotary(QKTransform):
     def transform(
         self, x_BTHK: Tensor, side: str, precomputed: tuple[Tensor, Tensor], p: PartParams
     ) -> Tensor:
-        return self.rotate(x_BTHK, *precomputed)
-
-    def rotate(self, vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Vectors [..., K] with their pairs of channels rotated by angles that broadcast."""
-        if cos.dtype != vectors.dtype:
-            cos = cos.to(vectors.dtype)
-            sin = sin.to(vectors.dtype)
-        halves = self.pairs == "half"
-        dims = cos.shape[-1] if halves else 2 * cos.shape[-1]
-        is_whole = dims == vectors.shape[-1]
-        x = vectors if is_whole else vectors[..., :dims]
-        if halves:  # (a, b) to (a cos - b sin, b cos + a sin): the rolled x is (b, a)
-            rotated = x * cos + x.roll(dims // 2, -1) * sin
-        else:
-            a = x[..., ::2]
-            b = x[..., 1::2]
-            rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-        return rotated if is_whole else torch.cat([rotated, vectors[..., dims:]], -1)
+        return rotate_pairs(x_BTHK, *precomputed, self.pairs)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
@@ -404,3 +387,23 @@ class Rotary(QKTransform):
             modifiers=(cls(scaling=Llama3Scaling(factor=4.0, low=1.5, high=3.0, original=64)),),
             kv=3,
         )
+
+
+def rotate_pairs(vectors: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
+    """Vectors [..., K] with their pairs of channels rotated by angles that broadcast; `pairs` is
+    "half" or "interleaved".
+    """
+    if cos.dtype != vectors.dtype:
+        cos = cos.to(vectors.dtype)
+        sin = sin.to(vectors.dtype)
+    halves = pairs == "half"
+    dims = cos.shape[-1] if halves else 2 * cos.shape[-1]
+    is_whole = dims == vectors.shape[-1]
+    x = vectors if is_whole else vectors[..., :dims]
+    if halves:  # (a, b) to (a cos - b sin, b cos + a sin): the rolled x is (b, a)
+        rotated = x * cos + x.roll(dims // 2, -1) * sin
+    else:
+        a = x[..., ::2]
+        b = x[..., 1::2]
+        rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    return rotated if is_whole else torch.cat([rotated, vectors[..., dims:]], -1)
