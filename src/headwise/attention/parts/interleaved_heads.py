@@ -48,7 +48,8 @@ def num_pseudo_heads(sizes: Mapping[str, int]) -> int:
 
 def init_pseudo_heads(shape: tuple[int, ...]) -> Tensor:
     """Weights [pseudo heads, heads]: one for the head that a pseudo head belongs to, and noise."""
-    return init_composition(shape) + torch.randn(shape).mul_(START_NOISE)
+    noise = torch.randn(shape).mul_(START_NOISE)
+    return noise.add_(init_composition(shape))
 
 
 @part
