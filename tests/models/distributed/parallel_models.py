@@ -30,12 +30,13 @@ from support.layer_cases import check_close
 MODEL, HEADS, WORDS = 16, 4, 11
 # An encoder-decoder has the layers of the other kinds; these alone for presets that differ in keys,
 # values or pattern.
-CAUSAL_PRESETS = (
+CAUSAL_PRESETS = (  # not defined for later keys or a source
     "forgetting",
     "selective",
     "cope",
     "mta",
-)  # not defined for later keys or a source
+    "iha",
+)
 PRESET_KINDS = [
     (preset, "decoder" if preset in CAUSAL_PRESETS else "encoder-decoder") for preset in PRESETS
 ]
