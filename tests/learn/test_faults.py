@@ -57,6 +57,12 @@ def test_an_entry_notices_a_fault_of_its_subject(id: str, fault: Fault):
     assert notices(ENTRIES[id], fault)
 
 
+def test_every_fault_is_in_a_function_of_the_product():
+    """Also those that only the slow tests plant."""
+    for _, fault in FAULTS:
+        assert fault.changed_code().co_name == fault.find_function().__name__
+
+
 def test_nearly_every_entry_with_product_code_has_a_fault():
     runs = {id for id, entry in ENTRIES.items() if entry.run is not None and not entry.arithmetic}
     runs -= STORED
