@@ -272,6 +272,12 @@ def test_groups_have_at_least_one_row(number: int):
         parts.HeadCollapse(pseudo=number)
 
 
+@pytest.mark.parametrize("number", [-1, 2**40])
+def test_components_are_a_number_of_heads(number: int):
+    with pytest.raises(hw.SpecError, match=f"components={number}.* is out of range"):
+        parts.PseudoHeads(components=number)
+
+
 def test_changed_numbers_of_heads_keep_the_branches_apart():
     spec = hw.design(preset="mlra", model=64, heads=8)
     smaller = spec.with_heads(q=8)

@@ -33,7 +33,7 @@ from ..spec.heads import Heads
 from .composed_heads import init_composition
 from .initialisers import Initialiser, constant, weight, xavier_uniform
 from .rotary_embedding import Rotary, rotate_pairs
-from .row_groups import RowGroups
+from .row_groups import RowGroups, whole_groups
 
 START_NOISE = 0.02  # so that the pseudo heads of a head differ at the start
 
@@ -77,7 +77,10 @@ class PseudoHeads(Project):
     uses_head_dims: ClassVar[bool] = True
     caches_keys_and_values: ClassVar[bool] = True
     components: int = 0
-    field_minima: ClassVar = {"components": 0}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_fields({"components": (0, MAX_HEADS)}, {})
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         yield from pseudo_head_errors(type(self).__name__, spec.heads)
@@ -182,9 +185,7 @@ class JointSoftmax(Normaliser):
         return tuple(range(first, first + pseudo**2, pseudo))
 
     def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
-        pairs = num_pseudo_heads(spec.sizes) ** 2
-        firsts = {head - head % pairs for head in heads}
-        return frozenset(head for first in firsts for head in range(first, first + pairs))
+        return whole_groups(heads, num_pseudo_heads(spec.sizes) ** 2)
 
     def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         return s_S.softmax(-1)

@@ -56,8 +56,7 @@ class RowGroups(OutputStep):
     def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         if self.needs_all_groups:
             return frozenset(range(spec.heads.q))
-        size = self.group_size
-        return frozenset(chain.from_iterable(_group_of(head, size) for head in heads))
+        return whole_groups(heads, self.group_size)
 
     def required_rows(self, own_rows: tuple[int, ...], rows: int) -> tuple[int, ...]:
         if self.needs_all_groups:
@@ -66,6 +65,15 @@ class RowGroups(OutputStep):
 
     def own_row_of_output(self, rows: int) -> tuple[int, ...]:
         return tuple(range(0, rows, self.group_size))
+
+
+def whole_groups(heads: Iterable[int], size: int) -> frozenset[int]:
+    """All heads of the groups of these heads.
+
+    >>> sorted(whole_groups([5, 0], 2))
+    [0, 1, 4, 5]
+    """
+    return frozenset(chain.from_iterable(_group_of(head, size) for head in heads))
 
 
 def _group_of(head: int, size: int) -> range:
@@ -129,7 +137,7 @@ class SumRows(RowGroups):
         return replace(heads, q=heads.q * self.rows, kv=heads.kv * self.rows, kv_head_of_query=keys)
 
     def widen_heads(self, heads: Heads) -> Heads:
-        """Heads whose groups were reset to even ones, with key-value heads for each branch."""
+        """`heads` with key-value heads for each branch, if its groups were reset to even ones."""
         is_reset = len(set(heads.kv_head_of_query[: self.rows])) < self.rows
         if not is_reset or heads.q % self.rows or heads.kv % self.rows:
             return heads
