@@ -45,7 +45,7 @@ SCRIPTS = {
     "prune_and_reload.py": ("smaller/config.json", ""),
     "convert_to_gqa.py": ("gqa/config.json", "2 key-value heads per layer"),
     "price_a_design.py": ("", "block_sparse  runs this call"),
-    "heads_by_layer.py": ("", "equal   growing"),
+    "heads_by_layer.py": ("", "equal   growing     pairs      yoco"),
 }
 
 

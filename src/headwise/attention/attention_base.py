@@ -123,6 +123,20 @@ class AttentionBase(HasParallelContext, nn.Module):
         )
         return ProjectedSource(*self.parallel.gather_tokens(kv_entry, sequence), self.spec)
 
+    def extend_own_sequence(
+        self, new: ProjectedSource, cache: KVCache | None, x: Tensor
+    ) -> ProjectedSource:
+        """Keys and values of the cached tokens of x and of the new ones, which the cache keeps:
+        what this layer attends to, and layers that read it.
+        """
+        entry, sequence = new.entry, new.sequence
+        if cache is not None:
+            cache.check_input(self.spec, x)
+            entry, sequence = cache.extend(entry, sequence)
+            if cache.reuses_memory:
+                entry = {name: tensor.clone() for name, tensor in entry.items()}
+        return ProjectedSource(entry, sequence, self.spec, is_own_sequence=True)
+
     def cache(
         self,
         *,

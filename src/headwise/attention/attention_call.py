@@ -326,7 +326,8 @@ def _check_source_or_cache(
             "keys and values of a source come from layer.project_source(z), not from a cache; "
             "pass one of the two"
         )
-    if spec.source is None and spec.positional:
+    is_own = isinstance(source, ProjectedSource) and source.is_own_sequence
+    if spec.source is None and spec.positional and not is_own:
         by = [spec.pattern.text] * (spec.pattern != Full())
         by += [type(part).__name__ for _, part in spec.parts() if part.positional]
         raise ValueError(

@@ -76,7 +76,8 @@ class AttentionComponent:
 
     `role` is "attention" for self-attention, or "cross" if it reads the source. `before_last_stack`
     is true in the encoder of an encoder-decoder. `place` is the first layer that is this one, by
-    which its weights are named.
+    which its weights are named. With `reads_kv` it projects and caches no keys and values, but
+    attends to those of an earlier layer.
     """
 
     name: str
@@ -85,6 +86,7 @@ class AttentionComponent:
     times: int = 1
     before_last_stack: bool = False
     place: str = SINGLE_LAYER
+    reads_kv: bool = False
 
     def can_decode(self, past: int) -> bool:
         """True if the layer can decode a token after `past` cached ones.
@@ -104,13 +106,15 @@ class AttentionComponent:
     def cached_terms(self) -> list[tuple[str, int]]:
         """Return the values cached per token, or those of a recurrent state, by name."""
         named: list[tuple[str, int]] = []
-        for name, text, value in cached_numbers(self.spec).terms:
+        for name, text, value in () if self.reads_kv else cached_numbers(self.spec).terms:
             full_name = f"{self.name}.{name}" if self.name else name
             named.append((full_name, SymbolicInt.with_formula(value, text)))
         return named
 
     def cached_bytes(self, tokens: int, number_bytes: int) -> int:
         """Count the bytes that the cache of one row keeps of some tokens."""
+        if self.reads_kv:
+            return 0
         return cache_bytes(self.spec, batch=1, capacity=tokens, bytes_per_number=number_bytes)
 
     def state_bytes(self, number_bytes: int) -> int:
@@ -119,7 +123,7 @@ class AttentionComponent:
 
     def growing_values(self) -> int:
         """Count the values that one more token adds to the cache while no window is full."""
-        return cached_numbers_per_token(self.spec)
+        return 0 if self.reads_kv else cached_numbers_per_token(self.spec)
 
     def work(self, call: ForwardCall) -> CallSize:
         """Return the size of a call; for decode steps, summed over the steps."""
@@ -133,7 +137,7 @@ class AttentionComponent:
             return CallSize(batch, new, source, source, *pairs)
         keys = cached_tokens_read(pattern, past, new) if mode == "steps" else past + new
         pairs = count_pairs_by_head(pattern, queries, range(past + new))
-        return CallSize(batch, new, new, keys, *pairs)
+        return CallSize(batch, new, 0 if self.reads_kv else new, keys, *pairs)
 
     def _with_pattern(self, pattern: Pattern) -> AttentionComponent:
         return replace(self, spec=replace(self.spec, pattern=pattern))
@@ -499,7 +503,8 @@ def list_block_components(
         if role == "cross":
             spec = replace(spec, source=spec.source or spec.model)
         name = f"{stack.name}.*.{role}"
-        yield AttentionComponent(name, spec, role, times, early, f"{place}.{role}")
+        reads_kv = role == "attention" and block.kv_layers_back > 0
+        yield AttentionComponent(name, spec, role, times, early, f"{place}.{role}", reads_kv)
     feed = block.feed
     if feed:
         experts = feed if isinstance(feed, ExpertsSpec) else None

@@ -178,6 +178,11 @@ def _block_items(
     """Yield what a block saves, in the order of the forward pass; a shared input counts where it is
     saved first.
     """
+    if block.kv_layers_back or block.value_residual:
+        raise SpecError(
+            "the bytes that layers save which read keys or values of an earlier one are not "
+            "counted; leave kv_layers_back and value_residual out to count the others"
+        )
     # The first attention layer decides how norms and dropout masks are saved.
     profiles = (settings.profile_of(spec, workload) for spec in block.attention_specs.values())
     profile = settings.profile or next(profiles, "sdpa")

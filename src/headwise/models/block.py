@@ -9,6 +9,7 @@ Shapes: B batch, T tokens, D model width, R tokens of the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import torch
@@ -34,6 +35,7 @@ from .model_spec import (
     RecurrentSpec,
     SequenceMixerSpec,
     StackSpec,
+    kv_owner,
 )
 
 # The first layer's copy of each weight that the layers of a stack share, by (role and name, shape).
@@ -48,12 +50,32 @@ class ConstantSublayer(nn.Module):
         self.constant = nn.Parameter(torch.zeros(width))
 
 
+@dataclass
+class EarlierLayers:
+    """Tensors that the layers of one call keep for later ones: keys and values, by the name of the
+    layer, and the first layer's values of the new tokens.
+    """
+
+    kv: dict[str, ProjectedSource] = field(default_factory=dict)
+    first_values: Tensor | None = None
+
+
+class LayerEdges(NamedTuple):
+    """How a layer is connected with others besides its hidden states: the layer whose keys and
+    values it reads, and whether later layers read its own, or its values.
+    """
+
+    owner: TransformerLayer | None = None
+    keeps_kv: bool = False
+    keeps_values: bool = False
+
+
 class LayerInputs(NamedTuple):
     """Inputs of a layer besides its hidden states.
 
     `sequence` holds the positions of its tokens, `source` the encoder output and `source_sequence`
     its positions. `source_state` [B, model] is the encoder's state after its last token, if a
-    recurrence starts from it.
+    recurrence starts from it. `earlier` is one object for all layers of a stack.
     """
 
     sequence: SequenceInfo
@@ -61,6 +83,7 @@ class LayerInputs(NamedTuple):
     source: Tensor | ProjectedSource | None
     source_sequence: SequenceInfo | None
     probes: Mapping[str, Probe]
+    earlier: EarlierLayers
     source_state: Tensor | None = None
 
 
@@ -76,6 +99,7 @@ class TransformerLayer(nn.Module):
         width: int,
         dropout: float,
         owners: SharedWeightOwners,
+        edges: LayerEdges,
     ) -> None:
         super().__init__()
         self.spec = described
@@ -87,8 +111,18 @@ class TransformerLayer(nn.Module):
         self.constant_sublayers = described.constant_sublayers
         # in a tuple: its parts are saved and moved as the layer's own
         self._merged: tuple[MergedAttention, ...] = ()
+        self.keeps_kv = edges.keeps_kv
+        self.keeps_values = edges.keeps_values
+        self.kv_owner = "" if edges.owner is None else edges.owner.name
+        read = {
+            f"{part}.{key}": edges.owner.attentions["attention"].weights[part]
+            for _, part, key in described.params_read_elsewhere
+            if edges.owner is not None
+        }
         for role, spec in described.attention_specs.items():
-            self._add_attention(role, spec, owners, described.form)
+            self._add_attention(role, spec, owners, read if role == "attention" else {})
+        if described.value_residual == "learned":
+            self.value_mix = nn.Parameter(torch.full((2,), 0.5))
         for role in described.constant_sublayers:
             self.add_module(role, ConstantSublayer(width))
         if described.mixer:
@@ -101,12 +135,18 @@ class TransformerLayer(nn.Module):
             self.add_module(norm, NormLayer(described.norm, width))
 
     def _add_attention(
-        self, role: str, spec: AttentionSpec, owners: SharedWeightOwners, form: str
+        self,
+        role: str,
+        spec: AttentionSpec,
+        owners: SharedWeightOwners,
+        read: Mapping[str, PartWeights],
     ) -> None:
-        """Add one attention; weights tied to an earlier layer are read from that layer."""
+        """Add one attention; weights tied to an earlier layer, and those in `read`, belong to that
+        layer.
+        """
         tied = dict(_iter_tied_weights(role, spec))
-        shares = {name: owners[key] for name, key in tied.items() if key in owners}
-        if form == "merged":
+        shares = {name: owners[key] for name, key in tied.items() if key in owners} | dict(read)
+        if self.spec.form == "merged":
             merged = MergedAttention(spec, shared=shares)
             self.cross = merged.cross
             self.average = merged.average
@@ -123,6 +163,11 @@ class TransformerLayer(nn.Module):
         """The attention modules by their names in the spec: "attention", "cross"."""
         names = (name for name in self.spec.attention_specs if name in self._modules)
         return {name: cast(Attention, self._modules[name]) for name in names}
+
+    @property
+    def has_edges(self) -> bool:
+        """True if it reads keys or values of an earlier layer, or a later one reads its own."""
+        return bool(self.kv_owner or self.keeps_kv or self.keeps_values or self.spec.value_residual)
 
     def cache(
         self,
@@ -143,11 +188,9 @@ class TransformerLayer(nn.Module):
         caches: dict[str, TokenCache] = (
             {"mixer": self.mixer.cache(batch)} if self.spec.mixer else {}
         )
-        cacheable = (
-            {"cross": self.average}
-            if self._merged
-            else {"attention": self._modules.get("attention")}
-        )
+        cacheable = {"attention": None if self.kv_owner else self._modules.get("attention")}
+        if self._merged:
+            cacheable = {"cross": self.average}
         return caches | {
             name: attention.cache(
                 batch=batch, capacity=capacity, storage_format=storage_format, kind=kind
@@ -216,8 +259,11 @@ class TransformerLayer(nn.Module):
         attention = cast(Attention, self._modules[name])
         probe = inputs.probes.get(f"{self.name}.{name}")
         cache = cast("KVCache | None", inputs.caches and inputs.caches.get(name))
-        if name == "attention":
+        if name == "attention" and not self.has_edges:
             return attention(z, sequence=inputs.sequence, cache=cache, probe=probe)
+        if name == "attention":
+            own = self._read_or_project_kv(attention, z, inputs, cache)
+            return attention(z, source=own, sequence=inputs.sequence, probe=probe)
         source = inputs.source
         if isinstance(source, Tensor):
             source = attention.project_source(source, sequence=inputs.source_sequence)
@@ -226,6 +272,33 @@ class TransformerLayer(nn.Module):
                 z, source=source, sequence=inputs.sequence, cache=cache, probe=probe
             )
         return attention(z, source=source, sequence=inputs.sequence, probe=probe)
+
+    def _read_or_project_kv(
+        self, attention: Attention, z: Tensor, inputs: LayerInputs, cache: KVCache | None
+    ) -> ProjectedSource:
+        """Return the keys and values of an earlier layer, or this layer's own, which later layers
+        may read.
+        """
+        earlier = inputs.earlier
+        if self.kv_owner:
+            return earlier.kv[self.kv_owner]._replace(spec=attention.spec)
+        new = attention.project_source(z, sequence=inputs.sequence)
+        # Kept once: a backward pass that recomputes this layer needs nothing of later ones.
+        if self.keeps_values and earlier.first_values is None:
+            earlier.first_values = new.entry["v"]
+        if self.spec.value_residual:
+            assert earlier.first_values is not None  # the first layer keeps them
+            new.entry["v"] = self._add_first_values(earlier.first_values, new.entry["v"])
+        own = attention.extend_own_sequence(new, cache, z)
+        if self.keeps_kv:
+            earlier.kv.setdefault(self.name, own)
+        return own
+
+    def _add_first_values(self, first: Tensor, v: Tensor) -> Tensor:
+        if self.spec.value_residual == "mean":
+            return (first + v) / 2
+        mix = self.value_mix.to(v.dtype)
+        return mix[0] * first + mix[1] * v
 
 
 def _iter_tied_weights(
@@ -252,9 +325,17 @@ class LayerStack(nn.Module):
             EmbeddingLayer(spec.embedding, spec.model, dropout) if spec.embedding else None
         )
         owners: SharedWeightOwners = {}
-        for depth, block in enumerate(spec.layers):
+        kv_owners = [kv_owner(spec.layers, depth) for depth in range(self.depth)]
+        adds_first_values = any(block.value_residual for block in spec.layers)
+        for depth, (block, owner) in enumerate(zip(spec.layers, kv_owners, strict=True)):
+            edges = LayerEdges(
+                None if owner == depth else cast(TransformerLayer, self._modules[str(owner)]),
+                keeps_kv=kv_owners.count(depth) > 1,
+                keeps_values=adds_first_values and depth == 0,
+            )
             name = f"{spec.name}.{depth}"
-            self.add_module(str(depth), TransformerLayer(block, name, spec.model, dropout, owners))
+            layer = TransformerLayer(block, name, spec.model, dropout, owners, edges)
+            self.add_module(str(depth), layer)
         self.norm = NormLayer(spec.norm, spec.model) if spec.norm else None
 
     @property

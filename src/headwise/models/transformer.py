@@ -20,7 +20,7 @@ from ..attention.masking.sequence_info import SequenceInfo
 from ..attention.parts.initialisers import xavier_uniform
 from ..kernels.capabilities import available_memory
 from ..util.errors import SpecError, suggest
-from .block import LayerInputs, LayerStack, TransformerLayer, last_states
+from .block import EarlierLayers, LayerInputs, LayerStack, TransformerLayer, last_states
 from .embeddings_heads import ModelInput, OutputHead, TokenTypeInput
 from .model_spec import ModelSpec, ProcessorSpec
 
@@ -386,7 +386,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, SequenceInfo]:
         h, types = first.embed(source)
         sequence = resolve_sequence(h, sequence, None)
-        inputs = repeat(LayerInputs(sequence, None, None, None, self._probes), first.depth)
+        one = LayerInputs(sequence, None, None, None, self._probes, EarlierLayers())
+        inputs = repeat(one, first.depth)
         return first.run_layers(
             first.place(h, sequence, types), inputs, self._checkpointing
         ), sequence
@@ -403,8 +404,9 @@ class Transformer(nn.Module):
         caches = repeat(None, depth) if cache is None else cache.layers
         sources = encoded.layers if isinstance(encoded, EncoderOutput) else repeat(encoded, depth)
         state = self._source_state(encoded, source_sequence)
+        earlier = EarlierLayers()
         return [
-            LayerInputs(sequence, cached, source, source_sequence, self._probes, state)
+            LayerInputs(sequence, cached, source, source_sequence, self._probes, earlier, state)
             for cached, source in zip(caches, sources, strict=True)
         ]
 

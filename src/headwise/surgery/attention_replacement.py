@@ -92,6 +92,7 @@ def replace_attentions(
     >>> [block.constant_sublayers for block in removed.spec.stacks[0].layers]
     [(), ('attention',)]
     """
+    _check_value_residuals(net, changes)
     resolved = {site: _resolve_constant(net, site, change) for site, change in changes.items()}
     spec = replace_specs(net.spec, {site: change.spec for site, change in resolved.items()})
     with torch.device("meta"):
@@ -111,6 +112,41 @@ def replace_attentions(
                     "them"
                 )
     return new.train(net.training)
+
+
+def _check_value_residuals(net: Transformer, changes: Mapping[str, AttentionChange]) -> None:
+    """Raise SpecError for changes after which a layer's values and those of the first layer, which
+    are added head by head, are no longer of the same heads.
+    """
+    for stack in net.spec.stacks:
+        added = [n for n, block in enumerate(stack.layers) if block.value_residual]
+        sites = [f"{stack.name}.{n}.attention" for n in (0, *added) if added]
+        of_sites = [_kept_value_heads(net, site, changes.get(site)) for site in sites]
+        if any(None in heads or heads != of_sites[0] for heads in of_sites if heads):
+            raise SpecError(
+                f"values of {', '.join(sites)} are added head by head, so their key-value heads "
+                "stay as they are, or the same ones go from all of these layers"
+            )
+
+
+def _kept_value_heads(
+    net: Transformer, site: str, change: AttentionChange | None
+) -> list[int | None]:
+    """Return the old number of each value head after a change, None for a head that was none
+    before; nothing for a removed attention.
+    """
+    attention = get_attention(net, site)
+    if change is None:
+        return [*range(attention.spec.heads.num_value_heads)]
+    if change.spec is None:
+        return []
+    vdim = attention.spec.heads.vdim
+    old_GVE = _get_parameter(attention, "project.v").unflatten(0, (-1, vdim))
+    new_GVE = change.weights["project.v"].unflatten(0, (-1, vdim))
+    return [
+        next((n for n, old in enumerate(old_GVE) if torch.equal(old, new.to(old))), None)
+        for new in new_GVE
+    ]
 
 
 def _resolve_constant(net: Transformer, site: str, change: AttentionChange) -> AttentionChange:
@@ -153,7 +189,9 @@ def replace_specs(model: ModelSpec, specs: Mapping[str, AttentionSpec | None]) -
                 for role in own
                 if role in block.constant_sublayers or changed.get(role, block) is None
             ]
-            blocks.append(replace(block, **changed, constant_sublayers=tuple(constants)))
+            residual = "" if "attention" in constants else block.value_residual
+            edited = replace(block, **changed, constant_sublayers=tuple(constants))
+            blocks.append(replace(edited, value_residual=residual))
         stacks.append(replace(stack, runs=group_blocks(blocks)))
     return replace(model, stacks=tuple(stacks))
 

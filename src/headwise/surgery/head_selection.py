@@ -541,5 +541,5 @@ def count_cache_bytes(model_spec: ModelSpec, element_size: int) -> int:
     return element_size * sum(
         costs.cached_numbers_per_token(block.attention_specs["attention"])
         for block in layers
-        if "attention" in block.attention_specs
+        if "attention" in block.attention_specs and not block.kv_layers_back
     )

@@ -45,6 +45,9 @@ PRESET_KINDS += [
     for preset in ("mha", "mla", "longformer", "linear")
     for kind in ("decoder", "encoder")
 ]
+# Decoders whose second layer reads keys or values of the first.
+LAYER_EDGES = {"shared-kv": {"kv_layers_back": 1}, "residual": {"value_residual": "learned"}}
+PRESET_KINDS += [("gqa", kind) for kind in LAYER_EDGES]
 STEPS = 3
 Loss = Callable[[nn.Module, Batch], Tensor]
 Grads = Mapping[str, Tensor]
@@ -78,16 +81,11 @@ def make_model_spec(preset: str, kind: str) -> bp.ModelSpec:
         {} if preset in ("longformer", "bigbird") else {"pattern": "full()"},
     )
     heads = (bp.OutputHeadSpec("tokens", WORDS, bias="learned"),)
-    if kind == "decoder":
+    if kind == "decoder" or kind in LAYER_EDGES:
+        block = bp.BlockSpec(small_spec(preset), feed=feed)
+        blocks = [block, replace(block, **LAYER_EDGES.get(kind, {}))]
         return bp.ModelSpec(
-            "one",
-            kind,
-            (
-                make_stack(
-                    "decoder", [bp.BlockSpec(small_spec(preset), feed=feed)] * 2, embedding=None
-                ),
-            ),
-            heads,
+            "one", "decoder", (make_stack("decoder", blocks, embedding=None),), heads
         )
     encoder = make_stack(
         "encoder",

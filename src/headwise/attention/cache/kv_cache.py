@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,12 +65,13 @@ KVEntry = dict[str, Tensor]
 
 class ProjectedSource(NamedTuple):
     """Keys and values of another sequence, projected once and attended to by many queries
-    (cross-attention).
+    (cross-attention); or those of the queries' own sequence, by this layer or an earlier one.
     """
 
     entry: KVEntry
     sequence: SequenceInfo
     spec: AttentionSpec
+    is_own_sequence: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,6 +253,8 @@ class KVCache(TokenCache):
 
     storage_format: str | None = None
     state: Mapping[str, Tensor] = MappingProxyType({})
+    # True if `extend` returns memory that the next layer's `extend` fills again
+    reuses_memory: ClassVar[bool] = False
 
     def __init__(
         self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device

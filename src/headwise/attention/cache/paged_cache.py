@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 from operator import add
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -492,6 +493,8 @@ class PagedCache(KVCache):
     """KV cache of one layer, or of a group of its heads, in pages; rows with equal prefixes share
     pages.
     """
+
+    reuses_memory: ClassVar[bool] = True
 
     def __init__(self, pool: PagePool, batch: PagedBatch, layer: int, head_group: int = 0) -> None:
         super().__init__(

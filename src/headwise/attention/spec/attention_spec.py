@@ -180,6 +180,17 @@ class AttentionSpec:
                 shapes[f"{name}.{key}"] = param.layout.shape(sizes)
         return shapes
 
+    def params_of_kv_entries(self) -> list[tuple[str, str]]:
+        """The parameters that only make the kv entries of new tokens: names of parts and, within
+        them, of parameters.
+        """
+        return [
+            (name, key)
+            for name, part in self.parts()
+            for key, param in part.params(self).items()
+            if param.applied == "source" or key in part.kv_entry_params
+        ]
+
     def kv_entry_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors cached for one token, by name: "k", "v",
         "dynamic_composition.gate".

@@ -6,6 +6,7 @@ In reading order:
 - `components`: embeddings, norms and output heads, each with its weights; processing of inputs
 - `sublayers`: feed-forwards, experts, recurrences and convolutions
 - `quantization`: the number formats of quantised checkpoints, and which matrices have them
+- `layer_edges`: keys and values that a layer reads of an earlier one, and first values
 - `model`: `BlockSpec`, `StackSpec` and `ModelSpec` combine attention specs and components
 - `serialization`: specs as dictionaries, TOML and JSON; the manifest of a saved model and the
   record of surgery; a table of every tensor with its axes, shape and size
@@ -21,6 +22,7 @@ from .components import (
     ProcessorSpec,
     WeightSpec,
 )
+from .layer_edges import kv_owner
 from .model import (
     MODEL_KINDS,
     BlockSpec,
@@ -64,6 +66,7 @@ __all__ = [
     "SequenceMixerSpec",
     "WeightFormat",
     "attention_weights",
+    "kv_owner",
 ]
 __all__ += [
     "HeadTransformSpec",

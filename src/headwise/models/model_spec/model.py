@@ -22,6 +22,7 @@ from .components import (
     make_weight,
     to_plain,
 )
+from .layer_edges import check_edges
 from .quantization import QuantizationSpec
 from .sublayers import ConvolutionSpec, ExpertsSpec, FeedForwardSpec, RecurrentSpec
 
@@ -58,11 +59,19 @@ class BlockSpec(SpecNode):
     far, computed with its own value and output projections (1908.11365). `constant_sublayers` names
     attentions ("attention", "cross") that were pruned away entirely: each is replaced by one
     learned vector, which is added to every token.
+
+    With `kv_layers_back` the self-attention has queries only, and attends to the keys and values of
+    the layer so many layers before it, which may read those of an earlier one: with 1 in every
+    second layer cross-layer attention (2405.12981), with 1 in all layers of the second half YOCO's
+    decoder (2405.05254; its norm of keys and values folds into their matrices).
+    `value_residual` adds the first layer's values V_1 to those of this layer (2410.17897): "mean"
+    is (V_1 + V) / 2, as in the released code, "learned" a V_1 + b V with weights that start at 1/2.
     """
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "placement": tuple(NORMS_OF_PLACEMENT),
         "form": ("plain", "merged"),
+        "value_residual": ("", "mean", "learned"),
     }
     attention: AttentionSpec | None = None
     cross: AttentionSpec | None = None
@@ -73,6 +82,8 @@ class BlockSpec(SpecNode):
     scale: float = 1.0
     constant_sublayers: tuple[str, ...] = ()
     mixer: RecurrentSpec | ConvolutionSpec | None = None
+    kv_layers_back: int = 0
+    value_residual: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,6 +102,11 @@ class BlockSpec(SpecNode):
             raise SpecError(
                 "BlockSpec(form='merged') adds a mean to its cross-attention; give cross=, and no "
                 "attention"
+            )
+        if self.kv_layers_back and self.value_residual:
+            raise SpecError(
+                "a layer that reads the keys and values of an earlier one has no values to add a "
+                "residual to; leave kv_layers_back or value_residual out"
             )
 
     @property
@@ -136,13 +152,26 @@ class BlockSpec(SpecNode):
     def weights(self, width: int) -> Iterator[WeightSpec]:
         """Yield every tensor of the block at this model width, by its name inside the block."""
         yield from add_prefix("mixer", "mixer", self.mixer.weights(width)) if self.mixer else ()
+        read = {".".join(names) for names in self.params_read_elsewhere}
         for name, spec in self.attention_specs.items():
-            yield from add_prefix(name, name, attention_weights(spec))
+            weights = add_prefix(name, name, attention_weights(spec))
+            yield from (w for w in weights if w.name not in read)
+        if self.value_residual == "learned":
+            yield replace(make_weight("value_mix", "part", part=2), role="attention")
         for name in self.constant_sublayers:
             yield from add_prefix(name, name, [make_weight("constant", "model", model=width)])
         yield from add_prefix("feed", "feed", self.feed.weights(width)) if self.feed else ()
         for name in self.norm_names:
             yield from add_prefix(name, "norm", self.norm.weights(width))
+
+    @property
+    def params_read_elsewhere(self) -> list[tuple[str, str, str]]:
+        """The parameters that its self-attention does not have, because it reads the keys and
+        values of an earlier layer: names of the attention, of parts and of parameters.
+        """
+        if not self.kv_layers_back or self.attention is None:
+            return []
+        return [("attention", *names) for names in self.attention.params_of_kv_entries()]
 
     @property
     def norm_names(self) -> tuple[str, ...]:
@@ -241,6 +270,7 @@ class StackSpec(SpecNode):
                         f"{self.name} is {self.model} wide, but an attention in it is "
                         f"{spec.model} wide; use one width"
                     )
+        check_edges(self.name, self.layers)
         for depth, block in enumerate(self.layers):
             for part, placed in block.parts_with_schedule(depth, len(self.layers))[:1]:
                 raise SpecError(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models import Transformer
+from ...models.block import TransformerLayer
 from ..inspect.hooks import (
     AttentionHook,
     ForwardOverride,
@@ -127,7 +128,9 @@ class RepeatedForward:
 
         order: list[nn.Module | None] = [block for block, _ in self._block_outputs]
         hooked = [self._block_of_site.get(name) for name in hooks]
-        has_known_blocks = all(order.count(block) == 1 for block in hooked)
+        has_known_blocks = all(order.count(block) == 1 for block in hooked) and not any(
+            isinstance(block, TransformerLayer) and block.has_edges for block in order
+        )
         first = min(map(order.index, hooked), default=0) if has_known_blocks else 0
         inputs = self.inputs.repeat(num_rows)
         overrides = [

@@ -21,7 +21,7 @@ from ...attention.interfaces.core_types import Probe
 from ...attention.masking.sequence_info import SequenceInfo
 from ...kernels.devices import has_dtype
 from ...models import Transformer
-from ...models.block import LayerInputs, TransformerLayer
+from ...models.block import EarlierLayers, LayerInputs, TransformerLayer
 from ...models.embeddings_heads import OutputHead
 from ...models.feed_forward import FeedForward, NormLayer
 from ...models.model_spec import ExpertsSpec
@@ -226,7 +226,7 @@ class RelevanceForward:
                 x, types = stack.embed(ids)
                 source_sequence = sequence
                 sequence = resolve_sequence(x, tokens, None)
-                call = LayerInputs(sequence, None, None, source_sequence, {})
+                call = LayerInputs(sequence, None, None, source_sequence, {}, EarlierLayers())
                 h = stack.place(x, sequence, types)[0].double().requires_grad_()
                 self.stack_inputs[stack.spec.name] = h
                 for layer in stack.blocks:
