@@ -51,6 +51,7 @@ MARKED = re.compile(
     r"(?P<dollars>\$\$?)[^$]+(?P=dollars)|`(?P<code>[^`]+)`"
     r"|(?P<stars>\*\*?)(?P<strong>[^\s*](?:[^*]*[^\s*])?)(?P=stars)"
     r"|(?P<id>\b00\d-(?:\d|FF)(?:\.\d)*[a-z]?\b)"
+    r"|(?<![\w.])(?P<paper>(?:0[7-9]|1\d|2\d)(?:0[1-9]|1[0-2])\.\d{4,5})(?![\w.]\d)"
     r"|(?<=[\w)])\^(?:(?P<exponent>\w+)|\((?P<power>[^()]+)\))"
     r"|(?<![\w.])(?P<letter>[A-Za-z])_(?P<index>[A-Za-z0-9]{1,2}|model)(?!\w)",
     re.ASCII,
@@ -117,8 +118,8 @@ class DocumentPages:
         )
 
     def set_text(self, text: str) -> Markup:
-        """Return a text as HTML, with its formulas as MathML, the ids of entries as links, and
-        indices and exponents below and above the line.
+        """Return a text as HTML, with its formulas as MathML, the ids of entries and of papers on
+        arXiv as links, and indices and exponents below and above the line.
         """
         parts = [Markup("")]
         end = 0
@@ -139,6 +140,10 @@ class DocumentPages:
             return Markup("{}<sub>{}</sub>").format(match["letter"], match["index"])
         if match["id"]:
             return self._link(match["id"])
+        if match["paper"]:
+            return Markup('<a href="https://arxiv.org/abs/{0}" rel="noreferrer">{0}</a>').format(
+                match["paper"]
+            )
         return Markup("<sup>{}</sup>").format(match["exponent"] or match["power"])
 
     def _link(self, id: str) -> Markup:
@@ -313,9 +318,12 @@ def _small_print(entry: Entry, words: Words) -> Iterator[str]:
     note = how_checked(entry)
     if note:
         yield words.phrase(note)
-    for name, text in (("reference", words.reference(entry)), ("see", entry.see)):
-        if text:
-            yield words.label(name) + text
+    if entry.reference:
+        yield words.label("reference") + words.reference(entry)
+    if entry.see:
+        with use_language(words.language):
+            places = (f"`{place}`" for place in entry.see.split("; "))
+            yield words.label("see") + join_clauses(places, "; ")
     if entry.view:
         yield words.describe_view(entry.view)
 
