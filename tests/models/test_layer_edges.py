@@ -1,5 +1,6 @@
 """Keys and values of earlier layers, and value residuals, against renderings of the papers."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise import model_spec as ms
+from headwise.attention.presets import PRESETS
+from headwise.observe.head_analysis.head_circuits import measure_head_circuits
+from headwise.observe.traces.head_steps import HeadPlace
+from headwise.observe.head_analysis.model_steps import model_steps
+from headwise.surgery.attention_replacement import (
+    AttentionChange,
+    get_attention,
+    get_attention_parameters,
+    replace_attentions,
+)
 from headwise.util.errors import SpecError
 
 WIDTH, HEADS, KV, DIM, TOKENS = 16, 4, 2, 4, 31
@@ -20,11 +31,17 @@ BY_KIND = [{}, {}, {"kv_layers_back": 2}, {"kv_layers_back": 2}]  # as Gemma 3n:
 MEAN = [{}, *[{"value_residual": "mean"}] * 3]
 LEARNED = [{}, *[{"value_residual": "learned"}] * 3]
 BY_HEAD = [{}, {"kv_layers_back": 1}, {}, {"kv_layers_back": 3}]
+NARROW = [{}, {"kv_layers_back": 1}, {"kv_layers_back": 2}, {"kv_layers_back": 2}]
+NARROWER = ["causal", "window(3)", "dilated(3,2)", "window(4) | first(2)"]
+RINGS = [{}, {"kv_layers_back": 1}, {"kv_layers_back": 1}, {"kv_layers_back": 1}]
+OF_RINGS = ["window(4) | first(2)", "window(3)", "window(2) | first(1)", "first(1) | window(1)"]
 EDGES = {
     "cla": CLA,
     "yoco": YOCO,
     "by kind": BY_KIND,
     "by head": BY_HEAD,
+    "narrower": NARROW,
+    "of rings": RINGS,
     "mean": MEAN,
     "learned": LEARNED,
     "both": [{}, {"value_residual": "learned"}, {"kv_layers_back": 1}, {"value_residual": "mean"}],
@@ -38,6 +55,8 @@ def model_spec(edges, kv=KV, **options) -> ms.ModelSpec:
         pattern = "window(3)" if edges is BY_KIND and depth % 2 == 0 else "causal"
         if edges is BY_HEAD:
             pattern = "perhead((causal(), window(3)), (0, 0, 1, 1))"
+        if edges is NARROW or edges is RINGS:
+            pattern = (NARROWER if edges is NARROW else OF_RINGS)[depth]
         options = {"modifiers": (hw.parts.Rotary(),), **options}
         spec = hw.design(model=WIDTH, heads=HEADS, kv=kv, pattern=pattern, **options)
         feed = ms.FeedForwardSpec(24, "gelu")
@@ -82,19 +101,29 @@ def rotate(x: Tensor) -> Tensor:
     return turned
 
 
-def windows(edges, depth: int) -> list[int]:
-    """How many tokens each head of a layer attends to."""
-    if edges is BY_HEAD:
-        return [TOKENS, TOKENS, 3, 3]
-    return [3 if edges is BY_KIND and depth % 2 == 0 else TOKENS] * HEADS
+def visible_to(edges, depth: int, head: int, t: int) -> list[int]:
+    """The tokens that a head of a layer attends to from token t."""
+    past = range(t + 1)
+    if edges is NARROW:
+        return [
+            [*past],
+            [s for s in past if t - s < 3],
+            [s for s in past if t - s in (0, 2, 4)],
+            [s for s in past if t - s < 4 or s < 2],
+        ][depth]
+    if edges is RINGS:
+        last, first = [(4, 2), (3, 0), (2, 1), (1, 1)][depth]
+        return [s for s in past if t - s < last or s < first]
+    is_window = head > 1 if edges is BY_HEAD else edges is BY_KIND and depth % 2 == 0
+    return [s for s in past if t - s < 3 or not is_window]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, windows: list[int]) -> Tensor:
-    """Each head and query by itself over its last tokens."""
+def attend(q: Tensor, k: Tensor, v: Tensor, edges, depth: int) -> Tensor:
+    """Each head and query by itself over the tokens that it may see."""
     out = torch.zeros_like(q)
     for t in range(q.shape[1]):
-        for h, window in enumerate(windows):
-            past = slice(max(0, t - window + 1), t + 1)
+        for h in range(HEADS):
+            past = visible_to(edges, depth, h, t)
             g = h // (HEADS // KV)
             scores = torch.einsum("bk,bsk->bs", q[:, t, h], k[:, past, g]) / DIM**0.5
             out[:, t, h] = torch.einsum("bs,bsv->bv", scores.softmax(-1), v[:, past, g])
@@ -129,7 +158,7 @@ def rendering(net: hw.Transformer, edges, ids: Tensor) -> Tensor:
                 first, own = p[f"{name}.value_mix"]
                 v = first * values + own * v
             made[depth] = (rotate(heads("k")), v)
-        o = attend(q, *made[depth], windows(edges, depth)).flatten(-2)
+        o = attend(q, *made[depth], edges, depth).flatten(-2)
         h = h + o @ p[f"{name}.attention.output.o"].T
         z = rms(h, p[f"{name}.feed_norm.weight"])
         h = h + F.gelu(z @ p[f"{name}.feed.up"].T) @ p[f"{name}.feed.down"].T
@@ -170,9 +199,9 @@ def yoco_rendering(net: hw.Transformer, p: dict[str, Tensor], ids: Tensor) -> Te
                 (z @ p[f"{name}.attention.project.{side}"].T).unflatten(-1, (-1, DIM))
                 for side in "kv"
             ]
-            o = attend(q, rotate(own[0]), own[1], [TOKENS] * HEADS)
+            o = attend(q, rotate(own[0]), own[1], YOCO, depth)
         else:
-            o = attend(q, k, v, [TOKENS] * HEADS)
+            o = attend(q, k, v, YOCO, depth)
         h = h + o.flatten(-2) @ p[f"{name}.attention.output.o"].T
         z = rms(h, p[f"{name}.feed_norm.weight"])
         h = h + F.gelu(z @ p[f"{name}.feed.up"].T) @ p[f"{name}.feed.down"].T
@@ -198,7 +227,7 @@ def test_the_norm_of_keys_and_values_of_yoco_folds_into_their_matrices():
 @pytest.mark.parametrize("cache_kind", ["smallest", "static"])
 def test_cached_decoding_equals_the_whole_text(kind, cache_kind):
     net = make_model(EDGES[kind]).eval()
-    for sizes in ([9], [1] * 9, [5, 1, 3]):
+    for sizes in ([9], [1] * 9, [5, 1, 3], [2, *[1] * 7]):
         cache = net.cache(batch=2, capacity=16, kind=cache_kind)
         steps = [net(ids, cache=cache) for ids in IDS.split(sizes, 1)]
         torch.testing.assert_close(torch.cat(steps, 1), net(IDS))
@@ -238,7 +267,7 @@ def test_costs_equal_the_tensors_and_the_counter_of_torch(kind):
     flops = cost.counted_flops
     assert flops["prefill"] + flops["backward"] == counter.get_total_flops()
     assert hw.costs.count_parameters(spec) == sum(one.numel() for one in net.parameters())
-    if not kind.startswith("by"):  # windows cache their last tokens alone
+    if kind in ("cla", "yoco", "mean", "learned", "both"):  # windows cache fewer tokens
         cache = net.cache(batch=2, capacity=9)
         net(IDS, cache=cache)
         assert cost.cache_bytes == cache.nbytes
@@ -282,7 +311,7 @@ def test_pruned_models_equal_ablated_ones_or_are_refused(kind, heads):
     gone = [(f"decoder.{depth}.attention", head) for depth in heads for head in heads[depth]]
     drop = hw.surgery.DropHeads(tuple(gone))
     if is_refused(kind, heads):
-        reasons = "key-value heads|shared with other|no self-attention|cache of layer"
+        reasons = "key-value heads|has no self-attention|cache of layer"
         with pytest.raises(SpecError, match=reasons):
             hw.prune(net, drop)
         return
@@ -333,7 +362,7 @@ def test_layers_of_other_keys_are_refused():
     first, *others = spec.stacks[0].layers
     for changed, expected in (
         ({"pattern": hw.patterns.Window(3)}, "drops after window"),
-        ({"modifiers": (hw.parts.Rotary(base=500.0),)}, "another kind"),
+        ({"modifiers": (hw.parts.Rotary(base=500.0),)}, "other keys and values: by"),
         ({"heads": hw.Heads.grouped(q=4, kv=1, dim=DIM)}, "the same key-value heads"),
     ):
         block = replace(first, attention=replace(first.attention, **changed))
@@ -343,22 +372,122 @@ def test_layers_of_other_keys_are_refused():
         replace(first, kv_layers_back=1, value_residual="mean")
 
 
-@pytest.mark.parametrize("preset", ["mha", "mqa", "mla", "gla", "tpa", "gta", "dcmha", "mea"])
-def test_other_projections_share_what_they_cache(preset):
-    """Layers that read are as wide as what they read; what they lack has no gradient elsewhere."""
-    options = {"preset": preset, "dim": 8}
-    if preset in ("mla", "gla"):
-        kind = hw.parts.MLAProjection if preset == "mla" else hw.parts.GroupedLatent
-        options["project"] = kind(rank=6, rope=4)
-    kv = {"mqa": 1, "gta": 2, "gla": 2}.get(preset, HEADS)
-    modifiers = {} if preset in ("mla", "gla", "gta", "tpa", "dcmha") else {"modifiers": ()}
+@pytest.mark.parametrize("preset", PRESETS)
+def test_readers_of_every_preset_have_queries_alone(preset):
+    """All that a reader has gets a gradient, and costs what torch counts; decoding is exact."""
+    small = {
+        "mla": hw.parts.MLAProjection(rank=6, rope=4),
+        "gla": hw.parts.GroupedLatent(rank=6, rope=4),
+        "mohsa": hw.parts.Overlapping(overlap=2),  # not by depth
+    }
+    options = {"project": small[preset]} if preset in small else {}
+    spec = hw.design(preset=preset, model=2 * WIDTH, heads=HEADS, dim=8, **options)
+    block = ms.BlockSpec(spec, feed=ms.FeedForwardSpec(24))
     try:
-        net = make_model(CLA, kv=kv, **options, **modifiers).eval()
+        stack = ms.StackSpec.from_blocks(
+            "decoder", 2 * WIDTH, [block, replace(block, kv_layers_back=1)]
+        )
     except SpecError as error:
-        pytest.fail(f"{preset}: {error}")
-    cache = net.cache(batch=2, capacity=16)
-    steps = [net(ids, cache=cache) for ids in IDS.split([4, 1, 1, 3], 1)]
-    torch.testing.assert_close(torch.cat(steps, 1), net(IDS))
-    net(IDS).square().sum().backward()
-    lacking = [name for name, one in net.named_parameters() if one.grad is None]
-    assert not lacking
+        assert any(one in str(error) for one in ("recurrent", "depends on the query")), error
+        return
+    model = ms.ModelSpec("reader", "decoder", (stack,))
+    net = hw.build(model, seed=0).double()
+    x = torch.randn(2, 9, 2 * WIDTH, generator=torch.Generator().manual_seed(5)).double()
+    for layer in net.stacks["decoder"].blocks:
+        layer.attention.backend_name = "dense"
+    counter = FlopCounterMode(display=False)
+    with counter:
+        y = net(x)
+    y.square().sum().backward()
+    reader = net.stacks["decoder"].blocks[1].attention
+    assert [name for name, one in reader.named_parameters() if one.grad is None] == []
+    cost = hw.cost(model, hw.Workload(batch=2, context=9, dtype="fp32")).estimates[0]
+    assert cost.counted_flops["prefill"] == counter.get_total_flops()
+    if spec.pattern.tokens_before_decode == 0:
+        net.eval()
+        cache = net.cache(batch=2, capacity=16)
+        steps = [net(part, cache=cache) for part in x.split([4, 1, 1, 3], 1)]
+        torch.testing.assert_close(torch.cat(steps, 1), net(x))
+
+
+# --- What is said of layers whose keys and values come from elsewhere -----------------------------
+
+
+@pytest.mark.parametrize("kind", ["cla", "mean"])
+def test_views_of_a_layer_by_its_own_input_are_refused(kind):
+    net = make_model(EDGES[kind]).eval()
+    site = "decoder.1.attention"
+    with pytest.raises(SpecError, match="cannot fold the circuits"):
+        hw.head_analysis.fold_circuits(net, site, 0)
+    assert (
+        "own" in hw.get_circuits(net)[site].caveats[-1]
+        or "decoder.0" in (hw.get_circuits(net)[site].caveats[-1])
+    )
+    numbers = {(one.site, one.head): one for one in measure_head_circuits(net)}
+    assert math.isnan(numbers[site, 1].copying)
+    assert not math.isnan(numbers["decoder.0.attention", 1].copying)
+    with pytest.raises(ValueError, match="cannot attribute L1H0 of decoder.1.attention"):
+        hw.head_analysis.attribute_score(net, [(IDS[:1], -1, 1)], "L1H0")
+    with pytest.raises(ValueError, match="cannot follow the steps of decoder.1.attention"):
+        model_steps(net, IDS[:1], HeadPlace(site, 0, 2))
+    with pytest.raises(ValueError, match="reads keys or values of an earlier layer"):
+        hw.importance(net, [IDS[:1], IDS[1:]], method="lrp")
+
+
+def test_biases_of_values_are_folded_where_they_are_the_layer_s_own():
+    drop = hw.surgery.DropHeads((("decoder.1.attention", 0),))
+    biased = {"bias": "qkvo"}
+    for kind in ("mean", "both"):
+        layer = 2 if kind == "both" else 1  # layer 2 reads the sums of layer 1
+        drop = hw.surgery.DropHeads(((f"decoder.{layer}.attention", 0),))
+        with pytest.raises(SpecError, match="values of the first layer are added"):
+            hw.prune(make_model(EDGES[kind], **biased), drop, fold="bias")
+    net = make_model(CLA, **biased).eval()
+    drop = hw.surgery.DropHeads((("decoder.1.attention", 0),))
+    pruned = hw.prune(net, drop, fold="bias").after
+    owner = net.stacks["decoder"].blocks[0].attention
+    constant = owner.weights["project"]["v_bias"][:DIM]
+    with hw.patch(net, {(1, 0): constant.detach()}):
+        torch.testing.assert_close(pruned(IDS), net(IDS))
+
+
+@pytest.mark.parametrize("kind", ["mean", "cla"])
+def test_changes_of_values_that_are_added_or_read_are_refused(kind):
+    net = make_model(EDGES[kind], bias="qkvo").eval()
+    site = "decoder.1.attention"
+    layer = get_attention(net, site)
+    folded = hw.fold_bias(layer.spec, get_attention_parameters(net, site))
+    change = AttentionChange(folded.spec, folded.weights)
+    with pytest.raises(SpecError, match="added head by head|other keys and values"):
+        replace_attentions(net, {site: change})
+    if kind == "mean":
+        with pytest.raises(SpecError, match="added head by head"):
+            hw.convert(make_model(MEAN).eval(), hw.surgery.ToLatent())
+    else:
+        with pytest.raises(SpecError, match="none to align"):
+            hw.convert(make_model(CLA).eval(), hw.surgery.Pool(1, align="both"), [IDS])
+
+
+def test_a_head_of_a_reader_with_latents_is_refused_in_one_line():
+    net = make_model(
+        CLA, kv=HEADS, preset="mla", dim=8, project=hw.parts.MLAProjection(rank=6, rope=4)
+    )
+    with pytest.raises(SpecError, match="key-value heads"):
+        hw.prune(net, hw.surgery.DropHeads((("decoder.1.attention", 0),)))
+
+
+def test_left_padded_rows_decode_as_each_row_alone():
+    for kind, edges in EDGES.items():
+        net = make_model(edges).eval()
+        ids = torch.cat([torch.zeros(1, 2, dtype=torch.int64), IDS[:1, :5]], 1)
+        rows = torch.cat([ids, IDS[1:, :7]])
+        tokens = hw.SequenceInfo.from_batch(rows, lengths=[5, 7], pad="left")
+        cache = net.cache(batch=2, capacity=16)
+        net(rows, sequence=tokens, cache=cache)
+        steps = [net(IDS[:, t : t + 1], cache=cache) for t in (7, 8)]
+        alone = [torch.cat([IDS[0, :5], IDS[0, 7:]]), IDS[1]]
+        for row, text in enumerate(alone):
+            expected = net(text[None])[0, -2:]
+            torch.testing.assert_close(
+                torch.cat(steps, 1)[row], expected, msg=lambda text, kind=kind: f"{kind}: {text}"
+            )

@@ -169,6 +169,13 @@ class TransformerLayer(nn.Module):
         """True if it reads keys or values of an earlier layer, or a later one reads its own."""
         return bool(self.kv_owner or self.keeps_kv or self.keeps_values or self.spec.value_residual)
 
+    @property
+    def kv_from_elsewhere(self) -> str:
+        """Why its keys and values are not those of its own input alone; empty if they are."""
+        if self.kv_owner:
+            return f"it attends to the keys and values of {self.kv_owner}.attention"
+        return "the first layer's values are added to its own" if self.spec.value_residual else ""
+
     def cache(
         self,
         *,
@@ -281,7 +288,13 @@ class TransformerLayer(nn.Module):
         """
         earlier = inputs.earlier
         if self.kv_owner:
-            return earlier.kv[self.kv_owner]._replace(spec=attention.spec)
+            source = earlier.kv[self.kv_owner]
+            if (
+                source.spec.pattern != attention.spec.pattern
+                and source.sequence is not inputs.sequence
+            ):
+                source = source._replace(sequence=source.sequence.for_other_pattern())
+            return source._replace(spec=attention.spec)
         new = attention.project_source(z, sequence=inputs.sequence)
         # Kept once: a backward pass that recomputes this layer needs nothing of later ones.
         if self.keeps_values and earlier.first_values is None:

@@ -25,7 +25,7 @@ from ..hub.pretrained_models import copy_live_model
 from ..kernels.devices import to_float64
 from ..models import Transformer, build
 from ..models.feed_forward import NormLayer
-from ..models.model_spec import BlockSpec, ModelSpec, StackSpec
+from ..models.model_spec import BlockSpec, ModelSpec, StackSpec, kv_owner
 from ..models.model_spec.model import ATTENTION_SUBLAYERS, group_blocks
 from ..observe.head_analysis.retrieval_heads import StreamingHeads, streaming_pattern
 from ..util.errors import SpecError, suggest
@@ -107,6 +107,13 @@ def replace_attentions(
         for name, expected in change.weights.items():
             actual = _get_parameter(attention, name)
             if not torch.equal(actual, expected.to(actual)):
+                stack, depth, _ = site.split(".")
+                owner = new.stacks[stack].blocks[int(depth)].kv_owner
+                if owner:
+                    raise SpecError(
+                        f"{site} reads the keys and values of {owner}.attention, so both keep the "
+                        "same key-value heads; name the heads with hw.surgery.DropHeads"
+                    )
                 raise SpecError(
                     f"{site}.{name} is shared with other layers; make the same change in all of "
                     "them"
@@ -129,6 +136,13 @@ def _check_value_residuals(net: Transformer, changes: Mapping[str, AttentionChan
             )
 
 
+def adds_first_values(model: ModelSpec, site: str) -> bool:
+    """True if the values that an attention reads have those of the first layer in them."""
+    name, depth, role = site.split(".")
+    (layers,) = (stack.layers for stack in model.stacks if stack.name == name)
+    return role == "attention" and bool(layers[kv_owner(layers, int(depth))].value_residual)
+
+
 def _kept_value_heads(
     net: Transformer, site: str, change: AttentionChange | None
 ) -> list[int | None]:
@@ -140,13 +154,23 @@ def _kept_value_heads(
         return [*range(attention.spec.heads.num_value_heads)]
     if change.spec is None:
         return []
-    vdim = attention.spec.heads.vdim
-    old_GVE = _get_parameter(attention, "project.v").unflatten(0, (-1, vdim))
-    new_GVE = change.weights["project.v"].unflatten(0, (-1, vdim))
+    old_GVE, new_GVE = (
+        _values_by_head(weights, attention.spec.heads.vdim)
+        for weights in (get_attention_parameters(net, site), change.weights)
+    )
     return [
-        next((n for n, old in enumerate(old_GVE) if torch.equal(old, new.to(old))), None)
-        for new in new_GVE
+        next((n for n, old in enumerate(old_GVE) if torch.equal(old, new)), None) for new in new_GVE
     ]
+
+
+def _values_by_head(weights: Mapping[str, Tensor], vdim: int) -> list[Tensor]:
+    """Return W_V and b_V of each value head; one empty head if there is no W_V."""
+    if "project.v" not in weights:
+        return [torch.empty(0)]
+    columns = [weights["project.v"]]
+    if "project.v_bias" in weights:
+        columns.append(weights["project.v_bias"][:, None])
+    return [*torch.cat([one.double() for one in columns], 1).unflatten(0, (-1, vdim))]
 
 
 def _resolve_constant(net: Transformer, site: str, change: AttentionChange) -> AttentionChange:

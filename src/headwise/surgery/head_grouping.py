@@ -19,6 +19,7 @@ from ..attention.masking.patterns import select_heads as select_pattern_heads
 from ..attention.masking.sequence_info import SequenceInfo
 from ..attention.spec.attention_spec import AttentionSpec
 from ..kernels.devices import to_float64
+from ..models import Transformer
 from ..observe.inspect.attention_sites import find_attention
 from ..observe.inspect.hooks import AttentionHook, get_hooks, install_hooks, patch_method
 from ..util.errors import SpecError, suggest
@@ -77,6 +78,18 @@ def collect_kv_statistics(
         for batch in batches:
             model(**batch) if isinstance(batch, Mapping) else model(batch)
     empty = [site for site, collector in collectors.items() if not collector.statistics]
+    stacks = model.stacks if isinstance(model, Transformer) else {}
+    reading = [
+        site
+        for site in empty
+        for name, depth, _ in [site.split(".")]
+        if name in stacks and stacks[name].blocks[int(depth)].kv_owner
+    ]
+    if reading:
+        raise SpecError(
+            f"{reading[0]} attends to the keys and values of an earlier layer, so it has none to "
+            "align or compare; convert without align=, by neighbouring heads"
+        )
     if empty:
         raise ValueError(f"no tokens reached {empty[0]}; give at least one batch that does")
     return {site: collector.statistics for site, collector in collectors.items()}

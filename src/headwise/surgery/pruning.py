@@ -15,6 +15,7 @@ from ..observe.head_analysis.annotated_examples import Example
 from ..observe.inspect.dataset_means import head_means
 from ..util.errors import SpecError, suggest
 from .attention_replacement import (
+    adds_first_values,
     fold_bias,
     get_attention,
     get_attention_parameters,
@@ -61,6 +62,8 @@ def compute_head_constants(
         if shift_OV is None:
             continue
         reason = fold_bias(spec, weights).reasons_kept.get("v")
+        if adds_first_values(net.spec, site):
+            reason = "values of the first layer are added to its own"
         if reason:
             raise SpecError(f"cannot fold the value bias of {site}: {reason}. Use fold='mean'")
         head_outputs[site, head] = to_float64(shift_OV[head])

@@ -268,7 +268,7 @@ class Part(CheckedDataclass, ABC):
     letter_fields: ClassVar[Mapping[str, str]] = {}
     # Norms and biases that, like the matrices of the source, only make the kv entries of new
     # tokens: a layer that reads the entries of another layer has none of them.
-    kv_entry_params: ClassVar[tuple[str, ...]] = ()
+    kv_only_params: ClassVar[tuple[str, ...]] = ()
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         """The parameters of this part, by name."""

@@ -244,6 +244,18 @@ class SequenceInfo:
             position, segment, self.start, checked=True, num_visible=self.num_visible
         )
 
+    def for_other_pattern(self) -> SequenceInfo:
+        """These tokens of a cache without what it knew of its own layer's pattern: which of them
+        the newest token attends to.
+        """
+        if self.num_visible is None:
+            return SequenceInfo(self.position, self.segment, self.start, checked=True)
+        if self.start is not None:
+            return SequenceInfo.contiguous(self.start, self.count, self.device)
+        slot = torch.arange(self.count, device=self.device)
+        segment = ((slot < self.num_visible).long() - 1).expand_as(self.position)
+        return SequenceInfo(self.position, segment, checked=True)
+
     @property
     def is_real(self) -> Tensor:
         """Boolean tensor: True for tokens that are not padding."""

@@ -70,7 +70,7 @@ class ComposedHeads(Project):
         "starts as one component.",
     )
     supports_grouping: ClassVar[bool] = False
-    kv_entry_params: ClassVar = ("k_bias", "v_bias")
+    kv_only_params: ClassVar = ("k_bias", "v_bias")
     components: int = 0
     bias: str = ""
     field_minima: ClassVar = {"components": 0}

@@ -76,6 +76,7 @@ class PseudoHeads(Project):
     )
     uses_head_dims: ClassVar[bool] = True
     caches_keys_and_values: ClassVar[bool] = True
+    kv_only_params: ClassVar = ("key_sum", "value_sum")
     components: int = 0
 
     def __post_init__(self) -> None:

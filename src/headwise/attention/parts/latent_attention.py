@@ -60,7 +60,7 @@ class MLAProjection(Project):
     eps: float = 1e-6
     norm: str = "rms"
     bias: str = ""
-    kv_entry_params: ClassVar = ("kv_norm", "kv_bias")
+    kv_only_params: ClassVar = ("kv_norm", "kv_bias")
     field_choices: ClassVar = {
         "form": ("expanded", "absorbed"),
         "norm": ("rms", "none"),

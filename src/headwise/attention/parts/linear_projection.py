@@ -33,7 +33,7 @@ from .synthesizer import AverageNormaliser
 class HeadProjection(Project):
     """Base class of projects with weights and biases per head, named by their side."""
 
-    kv_entry_params: ClassVar = ("k_bias", "v_bias")
+    kv_only_params: ClassVar = ("k_bias", "v_bias")
     bias: str = ""
 
     def constant_biases(

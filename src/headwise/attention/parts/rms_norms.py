@@ -44,7 +44,7 @@ class QKNorm(QKTransform):
     """
 
     paper = "2010.04245"
-    kv_entry_params: ClassVar = ("k",)
+    kv_only_params: ClassVar = ("k",)
     kind: str = "rms"
     scope: str = "head"
     eps: float = 1e-6

@@ -70,6 +70,7 @@ class SwitchValues(KeyValueProjection):
     active: int = 2
     field_minima: ClassVar = {"experts": 1, "active": 1}
     letter_fields: ClassVar = {"bias": "qk"}
+    kv_only_params: ClassVar = ("k_bias", "v")
 
     def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.active > self.experts:

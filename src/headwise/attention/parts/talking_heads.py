@@ -154,6 +154,7 @@ class KnockingHeads(QKTransform):
     """
 
     paper = "2510.23052"
+    kv_only_params: ClassVar = ("k", "v", "up", "gate", "down")
     kind: str = "linear"
     sides: str = "v"
     field_choices: ClassVar = {"kind": ("linear", "mlp")}

@@ -180,7 +180,7 @@ class AttentionSpec:
                 shapes[f"{name}.{key}"] = param.layout.shape(sizes)
         return shapes
 
-    def params_of_kv_entries(self) -> list[tuple[str, str]]:
+    def list_kv_only_params(self) -> list[tuple[str, str]]:
         """The parameters that only make the kv entries of new tokens: names of parts and, within
         them, of parameters.
         """
@@ -188,7 +188,7 @@ class AttentionSpec:
             (name, key)
             for name, part in self.parts()
             for key, param in part.params(self).items()
-            if param.applied == "source" or key in part.kv_entry_params
+            if param.applied == "source" or key in part.kv_only_params
         ]
 
     def kv_entry_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -5,15 +5,15 @@ layer, and values of the first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from ...attention.interfaces import QKTransform, RowStep
+from ...attention.interfaces import Part, QKTransform, RowStep
 from ...attention.masking.pattern_base import KeyRetention, head_pattern, largest_retention
 from ...attention.spec.attention_spec import AttentionSpec
 from ...util.errors import SpecError
 
 
-class LayerWithEdges(Protocol):
+class ConnectedLayer(Protocol):
     """The fields of a `BlockSpec` that are read here."""
 
     @property
@@ -24,7 +24,7 @@ class LayerWithEdges(Protocol):
     def value_residual(self) -> str: ...
 
 
-def kv_owner(layers: Sequence[LayerWithEdges], depth: int) -> int:
+def kv_owner(layers: Sequence[ConnectedLayer], depth: int) -> int:
     """Return the layer whose keys and values a layer attends to: its own number, or that of an
     earlier layer.
     """
@@ -33,7 +33,7 @@ def kv_owner(layers: Sequence[LayerWithEdges], depth: int) -> int:
     return depth
 
 
-def check_edges(stack: str, layers: Sequence[LayerWithEdges]) -> None:
+def check_edges(stack: str, layers: Sequence[ConnectedLayer]) -> None:
     """Raise SpecError for a layer that reads keys and values, or first values, which do not fit
     it.
     """
@@ -57,19 +57,20 @@ def _reading_conflicts(
     reader: AttentionSpec, owner: AttentionSpec | None, depth: int
 ) -> Iterator[str]:
     if owner is None:
-        yield f"layer {depth} has no self-attention to read; remove neither, or both"
+        yield f"layer {depth}, which it reads, has no self-attention"
         return
     yield from _projected_first_conflicts(reader)
     own, read = reader.kv_entry_shapes(), owner.kv_entry_shapes()
-    if own != read:
+    if reader.heads.kv != owner.heads.kv or own != read:
         yield (
-            f"it attends to {_in_words(own)}, and layer {depth} makes {_in_words(read)}; give both "
-            "the same key-value heads"
+            f"it has {reader.heads.kv} key-value heads and attends to {_in_words(own)}, and layer "
+            f"{depth} has {owner.heads.kv} and makes {_in_words(read)}; give both the same "
+            "key-value heads"
         )
     elif _entry_makers(reader) != _entry_makers(owner):
         yield (
-            f"layer {depth} makes keys and values of another kind; use one project and the same "
-            "parts that change keys"
+            f"layer {depth} makes other keys and values: by {_entry_makers(owner)}, not by "
+            f"{_entry_makers(reader)}"
         )
     elif not _keeps_what_is_read(owner, reader):
         yield (
@@ -81,7 +82,7 @@ def _reading_conflicts(
 
 
 def _residual_conflicts(
-    spec: AttentionSpec, layers: Sequence[LayerWithEdges], depth: int
+    spec: AttentionSpec, layers: Sequence[ConnectedLayer], depth: int
 ) -> Iterator[str]:
     first = layers[0].attention
     yield from _projected_first_conflicts(spec)
@@ -90,7 +91,8 @@ def _residual_conflicts(
     elif first is None:
         yield "layer 0 has no self-attention whose values could be added"
     elif not spec.project.caches_keys_and_values or not first.project.caches_keys_and_values:
-        yield f"{type(spec.project).__name__} or layer 0 projects no values of heads"
+        latent = first if spec.project.caches_keys_and_values else spec
+        yield f"{type(latent.project).__name__} makes no values of heads that could be added"
     elif spec.kv_entry_shapes()["v"] != first.kv_entry_shapes()["v"]:
         yield (
             f"its values are {spec.kv_entry_shapes()['v']} and those of layer 0 "
@@ -108,14 +110,14 @@ def _projected_first_conflicts(spec: AttentionSpec) -> Iterator[str]:
         yield f"what {name} keeps of a key depends on the query of the same token"
 
 
-def _entry_makers(spec: AttentionSpec) -> tuple[Any, ...]:
-    """The parts that keys and values depend on, and whether a cache returns them in order."""
+def _entry_makers(spec: AttentionSpec) -> list[Part]:
+    """The parts that keys and values depend on, and a normaliser for which a cache sorts them."""
     parts = [
         part
         for _, part in spec.parts()
         if isinstance(part, QKTransform) or part.kv_entry_layouts(spec)
     ]
-    return spec.project, spec.normaliser.ordered, parts
+    return parts + [spec.normaliser] * spec.normaliser.ordered
 
 
 def _keeps_what_is_read(owner: AttentionSpec, reader: AttentionSpec) -> bool:
@@ -147,7 +149,7 @@ def _retentions(spec: AttentionSpec) -> list[KeyRetention]:
 
 
 def _projects_queries(spec: AttentionSpec) -> bool:
-    of_entries = {key for name, key in spec.params_of_kv_entries() if name == "project"}
+    of_entries = {key for name, key in spec.list_kv_only_params() if name == "project"}
     return bool(set(spec.project.params(spec)) - of_entries)
 
 

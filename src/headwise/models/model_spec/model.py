@@ -103,6 +103,14 @@ class BlockSpec(SpecNode):
                 "BlockSpec(form='merged') adds a mean to its cross-attention; give cross=, and no "
                 "attention"
             )
+        if self.kv_layers_back and not {"attention"} & {
+            *self.attention_specs,
+            *self.constant_sublayers,
+        }:
+            raise SpecError(
+                f"BlockSpec(kv_layers_back={self.kv_layers_back}) has no self-attention that could "
+                "read keys; give attention="
+            )
         if self.kv_layers_back and self.value_residual:
             raise SpecError(
                 "a layer that reads the keys and values of an earlier one has no values to add a "
@@ -171,7 +179,7 @@ class BlockSpec(SpecNode):
         """
         if not self.kv_layers_back or self.attention is None:
             return []
-        return [("attention", *names) for names in self.attention.params_of_kv_entries()]
+        return [("attention", *names) for names in self.attention.list_kv_only_params()]
 
     @property
     def norm_names(self) -> tuple[str, ...]:

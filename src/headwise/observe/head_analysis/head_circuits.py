@@ -25,6 +25,7 @@ from ...hub.checkpoint_weights import build_from_weights, wrap_tensors
 from ...hub.transformers_loading import without_hub_kernels
 from ...kernels.devices import Placement, to_float64
 from ...models import Transformer, build, families
+from ...models.block import TransformerLayer
 from ...models.families import get_weight_names
 from ...models.model_spec.components import NormSpec
 from ...report.data import Table
@@ -112,6 +113,7 @@ class AttentionCircuits:
     site: str
     layer: Attention
     caveats: tuple[str, ...]
+    kv_from_elsewhere: str = ""  # why keys and values are not those of its own input alone
 
     @property
     def spec(self) -> AttentionSpec:
@@ -206,7 +208,8 @@ def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
     """
     site_modules = find_attention(model)
     if not site_modules or not all(isinstance(one.module, Attention) for one in site_modules):
-        site_modules = find_attention(as_native_model(model))
+        model = as_native_model(model)
+        site_modules = find_attention(model)
     circuits: dict[str, AttentionCircuits] = {}
     for one in site_modules:
         if isinstance(one.module, Attention):
@@ -222,8 +225,22 @@ def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
                 caveats.append(f"{mix!r} mixes heads, so that no head acts on its own")
             for _, step in spec.parts_of(RowStep):
                 caveats.append(f"{step!r} changes scores depending on all keys of the query")
-            circuits[one.site.name] = AttentionCircuits(one.site.name, one.module, tuple(caveats))
+            elsewhere = kv_from_elsewhere(model, one.site.path)
+            caveats += [elsewhere] if elsewhere else []
+            circuits[one.site.name] = AttentionCircuits(
+                one.site.name, one.module, tuple(caveats), elsewhere
+            )
     return circuits
+
+
+def kv_from_elsewhere(model: nn.Module, path: str) -> str:
+    """Return why keys and values of the attention at this path are not those of its own input
+    alone; empty if they are.
+    """
+    parent, _, role = path.rpartition(".")
+    layer = model.get_submodule(parent)
+    is_self = isinstance(layer, TransformerLayer) and role == "attention"
+    return layer.kv_from_elsewhere if is_self else ""
 
 
 class CircuitSimilarity(NamedTuple):
@@ -390,6 +407,10 @@ def fold_circuits(model: nn.Module, site: str, head: int) -> FoldedCircuits:
             f"states reach the final norm; give one of {', '.join(sites)}"
         )
     circuits = get_circuits(native)[site]
+    if circuits.kv_from_elsewhere:
+        raise SpecError(
+            f"cannot fold the circuits of {site}: {circuits.kv_from_elsewhere}; give another site"
+        )
     qk = circuits.qk_circuit(head)
     ov = circuits.ov_circuit(head)
     states = torch.eye(circuits.spec.model, dtype=torch.float64, device=qk.left.device)
@@ -408,7 +429,7 @@ def fold_circuits(model: nn.Module, site: str, head: int) -> FoldedCircuits:
 class HeadCircuit:
     """Measure one head from its weights: copying score, norm of its slice of W_O, norm of W_V W_O.
 
-    `copying` and `ov_norm` are NaN where no single W_V belongs to the head. `over` is what the
+    `copying` and `ov_norm` are NaN where no single W_V of its own belongs to the head. `over` is what the
     copying score is over: "tokens", through embedding and unembedding, or "states".
     """
 
@@ -446,6 +467,8 @@ def measure_head_circuits(model: nn.Module) -> tuple[HeadCircuit, ...]:
             copying = math.nan
             ov_norm = math.nan
             with suppress(SpecError):  # no single W_V belongs to the head
+                if circuits.kv_from_elsewhere:
+                    raise SpecError(circuits.kv_from_elsewhere)
                 ov = circuits.ov_circuit(head)
                 copying = copying_score(ov, *tables)
                 ov_norm = float(ov.inner_product(ov).clamp(min=0).sqrt())

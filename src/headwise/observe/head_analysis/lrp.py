@@ -175,6 +175,8 @@ def why_no_relevance(model: Any) -> str:
                 feature = f"has a {block.mixer.text}"
             elif block.form == "merged":
                 feature = "merges two attentions"
+            elif block.kv_layers_back or block.value_residual:
+                feature = "reads keys or values of an earlier layer"
             if feature:
                 return f"{stack.name}.{layer} {feature}, which it does not support"
     return ""

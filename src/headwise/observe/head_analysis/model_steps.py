@@ -97,6 +97,10 @@ def _find_layer(model: nn.Module, site: str) -> tuple[TransformerLayer, Attentio
         layer = model.get_submodule(path)
         if not isinstance(layer, TransformerLayer) or not isinstance(site_module.module, Attention):
             break
+        if role == "attention" and layer.kv_from_elsewhere:
+            raise ValueError(
+                f"cannot follow the steps of {site} from its input: {layer.kv_from_elsewhere}"
+            )
         if layer.attentions.get(role) is site_module.module and layer.spec.form != "merged":
             return layer, site_module.module, role
     raise ValueError(

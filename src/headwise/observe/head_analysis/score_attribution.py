@@ -46,6 +46,7 @@ from .circuit_graph import (
     require_gradient,
 )
 from .circuit_metrics import check_token_ids, find_token_ids, resolve_index
+from .head_circuits import kv_from_elsewhere
 from .head_table import INTERVAL_NOTE
 from .path_patching import estimate_effect
 from .resampling import Array
@@ -458,6 +459,12 @@ def _read_places(model: nn.Module, places: Iterable[Any], head: str) -> tuple[li
     (module,) = [one for one in nodes.site_modules if one.site.name == node.place]
     for part in INPUTS_OF_HEAD:
         check_head_part(module, part)
+    elsewhere = kv_from_elsewhere(model, module.site.path)
+    if elsewhere:
+        raise ValueError(
+            f"cannot attribute {head} of {node.place} to writers before it: {elsewhere}; measure "
+            "the head with hw.head_analysis.patch_paths"
+        )
     runs = [WriterRun(nodes, node, place) for place in places]
     if not runs:
         raise ValueError("there is no place; give at least one, (text, query, key)")
