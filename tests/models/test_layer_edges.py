@@ -11,10 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise import model_spec as ms
+from headwise.attention.interfaces import RowStep
 from headwise.attention.presets import PRESETS
 from headwise.observe.head_analysis.head_circuits import measure_head_circuits
-from headwise.observe.traces.head_steps import HeadPlace
 from headwise.observe.head_analysis.model_steps import model_steps
+from headwise.observe.traces.head_steps import HeadPlace
 from headwise.surgery.attention_replacement import (
     AttentionChange,
     get_attention,
@@ -383,13 +384,13 @@ def test_readers_of_every_preset_have_queries_alone(preset):
     options = {"project": small[preset]} if preset in small else {}
     spec = hw.design(preset=preset, model=2 * WIDTH, heads=HEADS, dim=8, **options)
     block = ms.BlockSpec(spec, feed=ms.FeedForwardSpec(24))
-    try:
-        stack = ms.StackSpec.from_blocks(
-            "decoder", 2 * WIDTH, [block, replace(block, kv_layers_back=1)]
-        )
-    except SpecError as error:
-        assert any(one in str(error) for one in ("recurrent", "depends on the query")), error
+    blocks = [block, replace(block, kv_layers_back=1)]
+    refused = "recurrent" if spec.is_recurrent else "depends on the query"
+    if spec.is_recurrent or spec.parts_of(RowStep):
+        with pytest.raises(SpecError, match=refused):
+            ms.StackSpec.from_blocks("decoder", 2 * WIDTH, blocks)
         return
+    stack = ms.StackSpec.from_blocks("decoder", 2 * WIDTH, blocks)
     model = ms.ModelSpec("reader", "decoder", (stack,))
     net = hw.build(model, seed=0).double()
     x = torch.randn(2, 9, 2 * WIDTH, generator=torch.Generator().manual_seed(5)).double()
@@ -426,9 +427,9 @@ def test_views_of_a_layer_by_its_own_input_are_refused(kind):
     numbers = {(one.site, one.head): one for one in measure_head_circuits(net)}
     assert math.isnan(numbers[site, 1].copying)
     assert not math.isnan(numbers["decoder.0.attention", 1].copying)
-    with pytest.raises(ValueError, match="cannot attribute L1H0 of decoder.1.attention"):
+    with pytest.raises(ValueError, match="cannot attribute L1H0"):
         hw.head_analysis.attribute_score(net, [(IDS[:1], -1, 1)], "L1H0")
-    with pytest.raises(ValueError, match="cannot follow the steps of decoder.1.attention"):
+    with pytest.raises(ValueError, match="cannot follow the steps"):
         model_steps(net, IDS[:1], HeadPlace(site, 0, 2))
     with pytest.raises(ValueError, match="reads keys or values of an earlier layer"):
         hw.importance(net, [IDS[:1], IDS[1:]], method="lrp")
@@ -458,7 +459,7 @@ def test_changes_of_values_that_are_added_or_read_are_refused(kind):
     layer = get_attention(net, site)
     folded = hw.fold_bias(layer.spec, get_attention_parameters(net, site))
     change = AttentionChange(folded.spec, folded.weights)
-    with pytest.raises(SpecError, match="added head by head|other keys and values"):
+    with pytest.raises(SpecError, match=r"added head by head|other keys and values"):
         replace_attentions(net, {site: change})
     if kind == "mean":
         with pytest.raises(SpecError, match="added head by head"):
@@ -478,7 +479,7 @@ def test_a_head_of_a_reader_with_latents_is_refused_in_one_line():
 
 def test_left_padded_rows_decode_as_each_row_alone():
     for kind, edges in EDGES.items():
-        net = make_model(edges).eval()
+        net = make_model(edges).eval().float()  # for the kernels of decode steps
         ids = torch.cat([torch.zeros(1, 2, dtype=torch.int64), IDS[:1, :5]], 1)
         rows = torch.cat([ids, IDS[1:, :7]])
         tokens = hw.SequenceInfo.from_batch(rows, lengths=[5, 7], pad="left")

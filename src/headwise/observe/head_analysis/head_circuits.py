@@ -239,8 +239,9 @@ def kv_from_elsewhere(model: nn.Module, path: str) -> str:
     """
     parent, _, role = path.rpartition(".")
     layer = model.get_submodule(parent)
-    is_self = isinstance(layer, TransformerLayer) and role == "attention"
-    return layer.kv_from_elsewhere if is_self else ""
+    if isinstance(layer, TransformerLayer) and role == "attention":
+        return layer.kv_from_elsewhere
+    return ""
 
 
 class CircuitSimilarity(NamedTuple):
