@@ -241,8 +241,9 @@ class AttentionComponent:
         read_elsewhere = spec.list_kv_only_params() if self.reads_kv else []
         for name, part in spec.parts():
             for key, param in part.params(spec).items():
-                is_read = not param.applied or work.tokens(param.applied)
-                if param.trainable and is_read and (name, key) not in read_elsewhere:
+                if (name, key) in read_elsewhere:
+                    continue
+                if param.trainable and (not param.applied or work.tokens(param.applied)):
                     full_name = f"{self.place}.{name}.{key}"
                     weights.append(WeightSpec(full_name, param.layout, spec.sizes_of(part)))
         return weights

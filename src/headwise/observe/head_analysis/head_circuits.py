@@ -430,8 +430,8 @@ def fold_circuits(model: nn.Module, site: str, head: int) -> FoldedCircuits:
 class HeadCircuit:
     """Measure one head from its weights: copying score, norm of its slice of W_O, norm of W_V W_O.
 
-    `copying` and `ov_norm` are NaN where no single W_V of its own belongs to the head. `over` is what the
-    copying score is over: "tokens", through embedding and unembedding, or "states".
+    `copying` and `ov_norm` are NaN where no W_V of its own belongs to the head alone. `over` is
+    what the copying score is over: "tokens", through embedding and unembedding, or "states".
     """
 
     site: str
