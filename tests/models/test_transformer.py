@@ -532,9 +532,10 @@ def test_a_merged_block_is_the_block_of_attentions():
     normed = layer.cross_norm(x)
     mid = x + merged(normed, source=merged.project_source(z))
     expected = mid + layer.feed(layer.feed_norm(mid))
-    from headwise.models.block import LayerInputs
+    from headwise.models.block import EarlierLayers, LayerInputs
 
-    torch.testing.assert_close(layer(x, LayerInputs(at, None, z, sequence, {})), expected)
+    inputs = LayerInputs(at, None, z, sequence, {}, EarlierLayers())
+    torch.testing.assert_close(layer(x, inputs), expected)
     # of 3 heads of 4 a sum and a count
     assert net.cache(batch=2, capacity=1000).nbytes == 2 * 2 * 3 * (4 + 1) * 8
     for wrong in ({"attention": CAUSAL, "cross": FULL}, {}):

@@ -157,6 +157,7 @@ EVERY = (
             ),
         ),
     ),
+    decoder(block(), block(kv_layers_back=1), block(value_residual="learned")),
 )
 
 
@@ -172,6 +173,10 @@ def test_every_tensor_is_named_once_and_built_by_the_spec():
                 f"{name}.{key}": tuple(t.shape)
                 for key, t in hw.Attention(attention).state_dict().items()
             }
+            layer = next(one for one in model.stacks if name.startswith(one.name)).layers
+            if layer[int(name.split(".")[1])].kv_layers_back:  # it projects queries alone
+                built = {key: shape for key, shape in built.items() if key[-2:] not in (".k", ".v")}
+                assert not {f"{name}.project.k", f"{name}.project.v"} & set(names)
             assert built.items() <= model.shapes().items()
 
 

@@ -168,10 +168,10 @@ def states(net: Any, ids: Tensor) -> Iterator[Tensor]:
     at = resolve_sequence(h, None, None)
     h = stack.place(h, at, types)
     yield h[0]
-    from headwise.models.block import LayerInputs
+    from headwise.models.block import EarlierLayers, LayerInputs
 
     for layer in stack.blocks:
-        h = layer(h, LayerInputs(at, None, None, None, {}))
+        h = layer(h, LayerInputs(at, None, None, None, {}, EarlierLayers()))
         yield h[0]
 
 
