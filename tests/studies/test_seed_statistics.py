@@ -11,6 +11,8 @@ import pytest
 import scipy  # imports scipy.stats when a test needs it
 
 from headwise.report import plots
+from headwise.report.data import Estimate
+from headwise.studies import seed_statistics, study_verdict
 from headwise.studies.cells import CellGrid
 from headwise.studies.seed_statistics import (
     VariantScore,
@@ -291,6 +293,22 @@ def test_several_expected_differences():
     )
     assert judge(STRONG, ["linear", "mha", "better"]).word == "Not resolved"
     assert judge(STRONG).word == "No verdict"
+
+
+def test_of_many_differences_only_the_names_are_written(monkeypatch: pytest.MonkeyPatch):
+    verdict = judge(STRONG, ["gqa", "mha", "better"], ["linear", "mha", "better"])
+    monkeypatch.setattr(study_verdict, "MOST_WRITTEN", 0)
+    assert verdict.sentences[1] == "Seen: recall: gqa; open: recall: linear."
+
+
+def test_many_columns_are_drawn_in_panels():
+    rows = {f"v{n}": ([0.1, 0.2], Estimate(0.15, 0.1, 0.2)) for n in range(25)}
+    (few,) = seed_statistics._seeds_figure("t", dict(list(rows.items())[:11]), ()).panels
+    panels = seed_statistics._seeds_figure("t", rows, ()).panels
+    assert len(few.x.ticks) == 11
+    assert [list(panel.x.ticks.values()) for panel in panels] == [
+        [f"v{n}" for n in range(*ends)] for ends in ((0, 11), (11, 22), (22, 25))
+    ]
 
 
 def test_more_of_a_measure_is_not_better_or_worse():

@@ -191,6 +191,7 @@ def _score_seeds(results: StudyResults, task: StudyTask, variant: str) -> Varian
 Curve = tuple[Sequence[float], Sequence[float]]  # horizontal and vertical positions
 LABEL_WIDTH = 14  # characters of a line of a variant's name
 COLUMN_INCHES = 0.85
+MOST_COLUMNS = 11  # of one panel
 
 
 def draw_task(
@@ -238,7 +239,22 @@ def _seeds_figure(
     rows: Mapping[str, tuple[Sequence[float], Estimate]],
     references: Sequence[Reference],
 ) -> Figure:
-    """Draw a column per name: a dot for each seed, and the mean with its interval."""
+    """Draw a column per name, in panels of `MOST_COLUMNS` at most."""
+    names = list(rows)
+    parts = [names[n : n + MOST_COLUMNS] for n in range(0, len(names), MOST_COLUMNS)] or [[]]
+    label_width = LABEL_WIDTH if len(parts) == 1 else LABEL_WIDTH - 4
+    panels = [
+        _seeds_plot({name: rows[name] for name in part}, references, label_width) for part in parts
+    ]
+    return Figure(title, panels, num_columns=1)
+
+
+def _seeds_plot(
+    rows: Mapping[str, tuple[Sequence[float], Estimate]],
+    references: Sequence[Reference],
+    label_width: int,
+) -> Plot:
+    """Draw a dot for each seed of a column, and the mean with its interval."""
     seeds: list[tuple[float, float]] = []
     means: list[tuple[float, ...]] = []
     for place, (values, mean) in enumerate(rows.values()):
@@ -251,10 +267,10 @@ def _seeds_figure(
         Series("seed", *dots, line="", marker="o"),
         Series("mean, 95 % interval", *bars, line="", marker="D", band=False),
     ]
-    names = {float(n): textwrap.fill(name, LABEL_WIDTH) for n, name in enumerate(rows)}
+    names = {float(n): textwrap.fill(name, label_width) for n, name in enumerate(rows)}
     axis = Axis(ticks=names, low=-0.5, high=len(rows) - 0.5)
     size = (max(4.4, 1.0 + COLUMN_INCHES * len(rows)), 3.0)
-    return Figure(title, [Plot(series, x=axis, references=references, size=size)])
+    return Plot(series, x=axis, references=references, size=size)
 
 
 def _draw_costs(

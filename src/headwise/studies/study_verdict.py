@@ -15,6 +15,7 @@ from .study_file import Contrast, Study, StudyTask
 
 CEILING = 0.99  # of a share, such as an accuracy
 FLOOR = 0.02  # above chance
+MOST_WRITTEN = 12  # differences; of more, only names are written
 RISES = ("more", "less")  # expectations of the difference itself, not of what is better
 
 
@@ -57,6 +58,14 @@ class StudyVerdict:
         """Write the expected differences with this finding."""
         return [one.text for one in self.predictions if one.finding is finding]
 
+    def by_task(self, finding: Finding) -> list[str]:
+        """Name the left sides of the differences with this finding, task by task."""
+        lefts: dict[str, list[str]] = {}
+        for one in self.predictions:
+            if one.finding is finding:
+                lefts.setdefault(one.task, []).append(one.contrast.left.text)
+        return [f"{task}: {', '.join(names)}" for task, names in lefts.items()]
+
     @property
     def word(self) -> str:
         """Name the verdict.
@@ -86,6 +95,7 @@ class StudyVerdict:
         parts: list[str] = []
         for finding in Finding:
             texts = self.with_finding(finding)
+            texts = self.by_task(finding) if len(texts) > MOST_WRITTEN else texts
             if texts:
                 parts.append(f"{finding}: {'; '.join(texts)}")
         mute = [f"{task} {reason}" for task, reason in self.mute_tasks.items()]
