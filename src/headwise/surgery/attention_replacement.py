@@ -170,7 +170,7 @@ def _values_by_head(weights: Mapping[str, Tensor], vdim: int) -> list[Tensor]:
     columns = [weights["project.v"]]
     if "project.v_bias" in weights:
         columns.append(weights["project.v_bias"][:, None])
-    return [*torch.cat([one.double() for one in columns], 1).unflatten(0, (-1, vdim))]
+    return [*torch.cat(list(map(to_float64, columns)), 1).unflatten(0, (-1, vdim))]
 
 
 def _resolve_constant(net: Transformer, site: str, change: AttentionChange) -> AttentionChange:
