@@ -414,16 +414,19 @@ def test_readers_of_every_preset_have_queries_alone(preset):
 # --- What is said of layers whose keys and values come from elsewhere -----------------------------
 
 
-@pytest.mark.parametrize("kind", ["cla", "mean"])
-def test_views_of_a_layer_by_its_own_input_are_refused(kind):
+@pytest.mark.parametrize(
+    ("kind", "caveat"),
+    [
+        ("cla", "it attends to the keys and values of decoder.0.attention"),
+        ("mean", "the first layer's values are added to its own"),
+    ],
+)
+def test_views_of_a_layer_by_its_own_input_are_refused(kind, caveat):
     net = make_model(EDGES[kind]).eval()
     site = "decoder.1.attention"
     with pytest.raises(SpecError, match="cannot fold the circuits"):
         hw.head_analysis.fold_circuits(net, site, 0)
-    assert (
-        "own" in hw.get_circuits(net)[site].caveats[-1]
-        or "decoder.0" in (hw.get_circuits(net)[site].caveats[-1])
-    )
+    assert hw.get_circuits(net)[site].caveats[-1] == caveat
     numbers = {(one.site, one.head): one for one in measure_head_circuits(net)}
     assert math.isnan(numbers[site, 1].copying)
     assert not math.isnan(numbers["decoder.0.attention", 1].copying)
@@ -436,7 +439,6 @@ def test_views_of_a_layer_by_its_own_input_are_refused(kind):
 
 
 def test_biases_of_values_are_folded_where_they_are_the_layer_s_own():
-    drop = hw.surgery.DropHeads((("decoder.1.attention", 0),))
     biased = {"bias": "qkvo"}
     for kind in ("mean", "both"):
         layer = 2 if kind == "both" else 1  # layer 2 reads the sums of layer 1

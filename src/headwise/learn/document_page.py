@@ -51,7 +51,7 @@ MARKED = re.compile(
     r"(?P<dollars>\$\$?)[^$]+(?P=dollars)|`(?P<code>[^`]+)`"
     r"|(?P<stars>\*\*?)(?P<strong>[^\s*](?:[^*]*[^\s*])?)(?P=stars)"
     r"|(?P<id>\b00\d-(?:\d|FF)(?:\.\d)*[a-z]?\b)"
-    r"|(?<![\w.])(?P<paper>(?:0[7-9]|1\d|2\d)(?:0[1-9]|1[0-2])\.\d{4,5})(?![\w.]\d)"
+    r"|(?<![\w.])(?P<paper>(?:0[7-9]|1\d|2\d)(?:0[1-9]|1[0-2])\.\d{4,5})(?!\d)"
     r"|(?<=[\w)])\^(?:(?P<exponent>\w+)|\((?P<power>[^()]+)\))"
     r"|(?<![\w.])(?P<letter>[A-Za-z])_(?P<index>[A-Za-z0-9]{1,2}|model)(?!\w)",
     re.ASCII,
