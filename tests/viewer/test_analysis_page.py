@@ -12,13 +12,15 @@ import pytest
 import torch
 
 import headwise as hw
+from headwise.hub.transformers_loading import attach_tokenizer
 from headwise.observe.inspect.model_tokenizer import find_token_decoder
 from headwise.observe.traces.attention_trace import aggregate_heads, roll_out_attention
 from headwise.viewer.answers import ask
+from headwise.viewer.circuit_actions import score_text_edges
 from headwise.viewer.open_model import OpenModel, id_inputs
 from viewer.binary_messages import decode_arrays
 from viewer.page_browser import sample_model, served, settled_box, wait_until
-from viewer.page_models import GPT
+from viewer.page_models import GPT, progress
 
 
 def open_screen(page: Any, url: str, address: str) -> None:
@@ -166,6 +168,75 @@ def test_a_kept_cell_says_why_its_key_is_chosen(page: Any):
         assert float(shown["MLP of layer 0"].replace("−", "-")) == pytest.approx(value, rel=0.02)
         rows.get_by_role("button", name="L0 H1").first.click()
         page.get_by_role("heading", name="Head L0 H1").wait_for()
+
+
+@pytest.fixture(scope="module")
+def bytes_model() -> OpenModel:
+    """An untrained decoder of bytes, and a text of 12."""
+    net = hw.build(hw.families.read_model_spec({**GPT, "vocab_size": 256}), seed=0).eval()
+    attach_tokenizer(net, "bytes")
+    return OpenModel(hw.trace(net, "Mary and Tim"), net)
+
+
+def test_edges_of_two_texts_are_those_of_the_library(bytes_model: OpenModel):
+    net = bytes_model.get_model()
+    found = score_text_edges(bytes_model, {"other": "Tim and Mary", "tokens": "M,T"}, progress())
+    metric = hw.head_analysis.TokenMetric("logit_difference", ("M", "T"))
+    graph = hw.head_analysis.attribute_edges(net, [("Mary and Tim", "Tim and Mary")], metric)
+    assert found["words"] == ["M", "T"]
+    assert found["count"] == graph.num_edges
+    listed = [(one.sender, one.receiver, one.score.value, one.exact) for one in graph.edges]
+    assert [tuple(edge) for edge in found["edges"]] == listed
+    difference = []
+    for text in ("Mary and Tim", "Tim and Mary"):
+        logits = net(torch.tensor([list(text.encode())]))[0, -1].tolist()
+        difference.append(logits[ord("M")] - logits[ord("T")])
+    assert [found["clean"], found["corrupt"]] == pytest.approx(difference, abs=1e-5)
+    assert found["agreement"][0] == 20
+
+
+def test_edges_are_refused_for_texts_that_do_not_fit(bytes_model: OpenModel):
+    for other, tokens, message in (
+        (" ", "", "other text is empty"),
+        ("Tim and Mary!", "", "12 tokens and the corrupt text 13"),
+        ("Mary and Tim", "", "both texts go on with"),
+        ("Tim and Mary", "M", "needs 2"),
+        ("Tim and Mary", "Mary,Tim", "as one token"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            score_text_edges(bytes_model, {"other": other, "tokens": tokens}, progress())
+    with pytest.raises(ValueError, match="onlyDecoderEdges"):
+        score_text_edges(sample_model(), {"other": "a"}, progress())
+
+
+def test_the_map_draws_edges_over_its_heads(page: Any, bytes_model: OpenModel):
+    """Each listed edge is one line, those of the selected head stand out, and each begins below
+    its sender.
+    """
+    with served(bytes_model) as url:
+        open_screen(page, url, "map")
+        page.get_by_label("other text").fill("Tim and Mary")
+        page.get_by_label("next tokens").fill("M,T")
+        page.get_by_role("button", name="Show edges").click()
+        rows = page.get_by_test_id("edges").locator("tbody tr")
+        rows.first.wait_for(timeout=60_000)
+        lines = page.locator(".edge-lines path")
+        assert lines.count() == rows.count() == 30
+        cells = [row.locator("td").all_inner_texts() for row in rows.all()]
+        number = next(n for n, one in enumerate(cells) if one[0] == "L0 H1")
+        cell = settled_box(page.locator("[data-head='0.1']"))
+        start = lines.nth(number).evaluate(
+            "line => { const at = line.getPointAtLength(0).matrixTransform(line.getScreenCTM()); "
+            "return [at.x, at.y]; }"
+        )
+        assert start[0] == pytest.approx(cell["x"] + cell["width"] / 2, abs=2)
+        assert cell["y"] < start[1] <= cell["y"] + cell["height"] + 2
+        rows.nth(number).get_by_role("button", name="L0 H1").first.click()
+        wait_until(page, "document.querySelectorAll('.edge-lines .dim').length > 0")
+        of_head = sum("L0 H1" in one[0] or "L0 H1" in one[1] for one in cells)
+        assert page.locator(".edge-lines path:not(.dim)").count() == of_head
+        page.get_by_role("button", name="Hide edges").click()
+        assert lines.count() == 0
 
 
 def test_answers_refuse_what_they_cannot_give():

@@ -9,9 +9,9 @@ In reading order:
   masks of thumbnails, and messages of arrays behind a JSON header.
 - `model_worker`: `ModelWorker`, one thread that runs jobs on the model, with progress and
   cancellation, and one table of fields for each job.
-- `model_actions`, `lab_actions`, `comparison_actions`, `surgery_actions`: the jobs: capture a text,
-  measure and compare heads, ablate them and continue the text, compare two runs, compute the cost,
-  prune and convert.
+- `model_actions`, `lab_actions`, `circuit_actions`, `comparison_actions`, `surgery_actions`: the
+  jobs: capture a text, measure and compare heads, ablate them and continue the text, score the
+  edges of a circuit, compare two runs, compute the cost, prune and convert.
 - `targets`: what is shown first, by name, and the job that shows another model or trace of the same
   folders.
 - `answers`: requests answered immediately, by address: pictures, exact rows, marginals, and the

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from ..report.plots import THEMES
 from ..util.errors import SpecError
-from . import lab_actions, targets  # noqa: F401 - they register jobs
+from . import circuit_actions, lab_actions, targets  # noqa: F401 - they register jobs
 from .answers import ANSWERS, Answer, Query, answer
 from .export_files import (
     EXPORT_KINDS,

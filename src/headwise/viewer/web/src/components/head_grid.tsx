@@ -12,6 +12,7 @@ import { cellMode, classesOf, doc, firstHeads, hasClasses, headCount, headName, 
 import { keepInUrl, readRanges, toList, toText, urlSignal, writeRanges } from "../url_state";
 import { Button, Meter, Select, TableButton, useWidth } from "./basics";
 import { Badge, classLetter } from "./class_badge";
+import { EdgeLines, type GridPlaces } from "./edge_lines";
 
 export interface HeadItem {
   index: number;
@@ -103,7 +104,10 @@ export function HeadGrid({ stack }: { stack: string }): JSX.Element {
             onKeyDown={(event) => onKey(event, numbers)}
           >
             {sortHeads.value === "index" && <HeadNumbers count={columns} sizes={sizes} />}
-            {width.value > 0 && bands.map((band) => <Band key={band[0]} band={band} columns={columns} sizes={sizes} />)}
+            <div class="bands">
+              {width.value > 0 && bands.map((band) => <Band key={band[0]} band={band} columns={columns} sizes={sizes} />)}
+              <EdgeLines places={findPlaces(numbers, columns, shown)} />
+            </div>
           </div>
         </div>
         {hovered.value && <HeadTip box={box.current!} {...hovered.value} />}
@@ -121,6 +125,26 @@ function chooseSizes(width: number, columns: number, numbers: number[]): CellSiz
   const caption = cell >= CAPTION_FROM && cellMode.value !== "class" ? 19 : 0;
   const isShared = numbers.some((number) => sites.value[number]!.kvHeads < sites.value[number]!.heads);
   return { cell, caption, gap, rowGap: isShared ? gap + 8 : gap + 2 };
+}
+
+/** Where the cells and labels of the rows lie. */
+function findPlaces(numbers: number[], columns: number, sizes: CellSizes): GridPlaces {
+  const { cell, gap, rowGap } = sizes;
+  const pitch = rowPitch(sizes);
+  return {
+    width: LABEL_WIDTH + columns * (cell + gap),
+    height: numbers.length * pitch,
+    cell,
+    head: (site, head) => {
+      const row = numbers.indexOf(site);
+      const column = row < 0 ? -1 : rowHeads(site).findIndex((item) => item?.head === head);
+      return column < 0 ? null : { x: LABEL_WIDTH + column * (cell + gap) + cell / 2, y: row * pitch + rowGap / 2 };
+    },
+    layer: (layer) => {
+      const row = numbers.findIndex((number) => sites.value[number]!.layer === layer);
+      return row < 0 ? null : { x: LABEL_WIDTH / 2 - 4, y: (row + 1) * pitch - 8 };
+    },
+  };
 }
 
 function headUnder(event: Event): Hovered | null {

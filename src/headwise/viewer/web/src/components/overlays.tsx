@@ -87,6 +87,7 @@ export function listCommands(): Command[] {
     { text: t("similar.run"), run: go("similarity"), words: "similar clusters" },
     { text: t("bar.change"), run: () => document.querySelector<HTMLElement>(".text-box textarea")?.focus(), words: "text" },
     { text: t("bar.export"), run: () => (overlay.value = "export"), words: "save svg csv trace" },
+    { text: t("edges.title"), run: go("map", () => setTimeout(() => document.querySelector<HTMLElement>(".edge-panel input")?.focus())), words: "edges circuit path patching attribution" },
     { text: t("map.measure"), run: () => void measureHeads(), words: "measure" },
     { text: t(showsTable.value ? "table.hide" : "table.show"), run: () => (showsTable.value = !showsTable.value), words: "table chart t" },
     { text: t(sinksFirst.value ? "sinks.aside" : "sinks.first"), run: () => (sinksFirst.value = !sinksFirst.value), words: "sinks classes s" },

@@ -17,7 +17,7 @@ interface Why {
 
 type Side = "query" | "key";
 const SIDES: Side[] = ["query", "key"];
-const HEAD = /^L(\d+)H(\d+)$/;
+const HEAD = /^L(\d+)H(\d+)(?:\.([qkv]))?$/;
 const MLP = /^M(\d+)$/;
 
 /** The one pair of the kept cell; null without one, or if the cell covers several. */
@@ -59,7 +59,7 @@ function WhyTables({ why, names }: { why: Why; names: Record<Side, string> }): J
         <PlainTable
           key={side}
           titles={[t(`whyKey.${side}` as TextKey, { token: names[side] }), `#${t("whyKey.part")}`]}
-          rows={why.writers[side].map((writer, index) => [<Writer name={writer} />, signed(why.values[side][index]!)])}
+          rows={why.writers[side].map((writer, index) => [<NodeName name={writer} />, signed(why.values[side][index]!)])}
         />
       ))}
       <p class="t3 xs">{t("whyKey.explain")}</p>
@@ -67,16 +67,21 @@ function WhyTables({ why, names }: { why: Why; names: Record<Side, string> }): J
   );
 }
 
-function signed(value: number): string {
+export function signed(value: number): string {
   return `${value < 0 ? "−" : "+"}${format(Math.abs(value))}`;
 }
 
-/** The name of a writer; that of a head selects it. */
-function Writer({ name }: { name: string }): JSX.Element {
-  const [, layer, head] = HEAD.exec(name) ?? [];
+/** A part of the model by its short name: a head, perhaps one of its inputs, or the MLP of a layer. */
+export function readNode(name: string): { site: number; head: number; input: string; mlp: number } {
+  const [, layer, head, input = ""] = HEAD.exec(name) ?? [];
   const [, mlp] = MLP.exec(name) ?? [];
-  if (mlp !== undefined) return <span>{t("whyKey.mlp", { layer: mlp })}</span>;
-  const place = sites.value.findIndex((one) => one.layer === Number(layer));
-  if (layer === undefined || place < 0) return <span>{t(`whyKey.${name.replace(" ", "")}` as TextKey)}</span>;
-  return <button class="link mono" type="button" onClick={() => selectHead(place, Number(head))}>{headName(place, Number(head))}</button>;
+  return { site: layer === undefined ? -1 : sites.value.findIndex((one) => one.layer === Number(layer)), head: Number(head), input, mlp: mlp === undefined ? -1 : Number(mlp) };
+}
+
+/** The name of a part of the model; that of a head selects it. */
+export function NodeName({ name }: { name: string }): JSX.Element {
+  const { site, head, input, mlp } = readNode(name);
+  if (mlp >= 0) return <span>{t("whyKey.mlp", { layer: mlp })}</span>;
+  if (site < 0) return <span>{t(`whyKey.${name.replace(" ", "")}` as TextKey)}</span>;
+  return <button class="link mono" type="button" onClick={() => selectHead(site, head)}>{headName(site, head)}{input && ` · ${input}`}</button>;
 }

@@ -78,6 +78,7 @@ export const frameTexts = {
   "state.computing": ["Computing", "正在计算"],
   "state.retry": ["Try again", "重试"],
   "state.needsModel": ["This needs the model. Start `headwise view` with it.", "这需要模型。请用模型启动 `headwise view`。"],
+  "error.onlyDecoderEdges": ["Edges lead to the logits of a next token, so they need a decoder that predicts one.", "边通向下一词元的 logits，因此需要预测下一词元的解码器。"],
   "error.onlyDecoder": ["Only a decoder that predicts next tokens can continue a text.", "只有预测下一词元的解码器才能续写文本。"],
   "error.noCopy": ["The copy of the model for this check has another output than the model.", "用于核对的模型副本的输出与原模型不同。"],
   "error.outdated": ["The text has changed meanwhile.", "文本已更改。"],

@@ -6,6 +6,7 @@ import { measureImportance } from "../actions";
 import { bind, Button, Meter, Panel, PlainTable, Ramp, Segmented, Select, Toolbar } from "../components/basics";
 import { Badge, classLetter, className, LetterBadge, LETTERS } from "../components/class_badge";
 import { DataTable } from "../components/data_table";
+import { EdgePanel } from "../components/edge_lines";
 import { classFilter, HeadGrid, type HeadItem, isOnTop, isShownLayer, MapFilter, stackColumns, stackNumbers } from "../components/head_grid";
 import { HeadScatter } from "../components/head_scatter";
 import { MeasurePrompt } from "../components/shell";
@@ -52,6 +53,7 @@ export function MapScreen(): JSX.Element {
           <div class="stack">
             {hasClasses.value && <ClassLegend />}
             <GridPanel />
+            <EdgePanel />
           </div>
           <div class="two">
             {hasClasses.value && <StrongestHeads heads={heads.value} />}
