@@ -105,6 +105,42 @@ def test_attribution_patching(measure: ModuleType, checkpoint: Path):
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
 
 
+def kept_heads(smaller: torch.nn.Module, model: torch.nn.Module) -> list[list[int]]:
+    """The head of the model that each head of the smaller one is, by the columns of W_O."""
+    found = []
+    for layer, before in zip(smaller.model.layers, model.model.layers, strict=True):
+        heads = before.self_attn.o_proj.weight.unflatten(1, (8, -1)).unbind(1)
+        left = layer.self_attn.o_proj.weight.unflatten(1, (4, -1)).unbind(1)
+        found.append([n for one in left for n, head in enumerate(heads) if torch.equal(one, head)])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch_pruning")
+def test_half_of_the_heads(measure: ModuleType, tmp_path: Path):
+    """Plain transformers loads the result, whose logits are those of the model with zeros in the
+    columns of the output projection that belong to the other heads.
+    """
+    task = measure.half_of_the_heads
+    plain, ids = measure.save_checkpoint(tmp_path / "plain", kv_heads=8), measure.make_ids()
+
+    def check(folder: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(plain)
+        smaller = AutoModelForCausalLM.from_pretrained(folder)
+        assert smaller.config.num_attention_heads == 4
+        with torch.no_grad():
+            for layer, heads in zip(model.model.layers, kept_heads(smaller, model), strict=True):
+                assert len(set(heads)) == len(heads) == 4
+                columns = layer.self_attn.o_proj.weight.unflatten(1, (8, -1))
+                columns[:, [head for head in range(8) if head not in heads]] = 0
+            torch.testing.assert_close(smaller(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-4)
+
+    task.with_headwise(plain, tmp_path / "ours")
+    check(tmp_path / "ours")
+    pytest.importorskip("torch_pruning", reason="pip install torch-pruning")
+    task.with_torch_pruning(plain, tmp_path / "theirs")
+    check(tmp_path / "theirs")
+
+
 def test_bytes_of_the_cache(measure: ModuleType):
     task, config = measure.kv_cache_bytes, measure.CONFIG
     right = 32 * 2 * 8 * 128 * 2 * 32_768  # layers, K and V, heads, channels, bytes, tokens

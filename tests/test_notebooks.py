@@ -24,12 +24,14 @@ SMALL = {
     "prune_and_verify": {"num_texts": 96, "steps": 2, "timing_seconds": 0.01},
     "design_a_variant": {"steps": 2},
     "reproduce_a_figure": {"num_texts": 4, "num_points": 3, "batches": 1},
+    "same_tasks": {"folder": None},
 }
 PRINTED = {
     "see_heads": "encoder.5.attention  12  12",
     "prune_and_verify": "dates: 27 of 54 heads kept",
     "design_a_variant": "LogLength(): all 6 checks hold",
     "reproduce_a_figure": "43 of 54 heads ablated: loss",
+    "same_tasks": "headwise: 4 heads of each layer",
 }
 
 
@@ -38,7 +40,7 @@ def code_cells(notebook: str) -> list[str]:
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
-def test_there_are_four_notebooks_without_outputs():
+def test_notebooks_have_no_outputs():
     assert set(NOTEBOOKS) == set(SMALL) == set(PRINTED)
     for path in NOTEBOOKS.values():
         cells = json.loads(path.read_text("utf-8"))["cells"]

@@ -1,7 +1,7 @@
 """Processor time and memory of both sides of the compared tasks on this machine, and their lines of
 code. FOLDER is a language model of transformers for the tasks that need a trained one.
 
-pip install transformer_lens hf-mem
+pip install transformer_lens hf-mem torch-pruning
 python examples/compared/measure.py FOLDER > docs/compared-tasks.json
 """
 
@@ -25,12 +25,19 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 sys.path.insert(0, str(Path(__file__).parent))
 import attention_and_ablation
 import attribution_patching
+import half_of_the_heads
 import induction_heads
 import kv_cache_bytes
 
 TASKS = {
     module.__name__: module
-    for module in (attention_and_ablation, kv_cache_bytes, induction_heads, attribution_patching)
+    for module in (
+        attention_and_ablation,
+        half_of_the_heads,
+        kv_cache_bytes,
+        induction_heads,
+        attribution_patching,
+    )
 }
 ON_FOLDER = ("induction_heads", "attribution_patching")  # tasks on the model that is named
 TEXTS = (
@@ -42,6 +49,7 @@ NAMES = (" Mary", " John")
 PEERS = {
     "with_transformer_lens": "transformer_lens",
     "with_hf_mem": "hf-mem",
+    "with_torch_pruning": "torch-pruning",
 }
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
 CONFIG = {  # Llama-3.1-8B
@@ -56,14 +64,16 @@ CONFIG = {  # Llama-3.1-8B
 }
 
 
-def save_checkpoint(folder: Path) -> Path:
-    """Save a random Llama with 4 layers of 8 query heads on 4 key-value heads, and a tokenizer of
-    bytes, without which TransformerLens opens no model.
+def save_checkpoint(folder: Path, kv_heads: int = 4) -> Path:
+    """Save a random Llama with 4 layers of 8 query heads on some key-value heads, and a tokenizer
+    of bytes, without which TransformerLens opens no model.
     """
     from headwise.models.vocabulary import ByteVocabulary
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=256, num_attention_heads=8, num_key_value_heads=4, **SIZES)
+    config = LlamaConfig(
+        vocab_size=256, num_attention_heads=8, num_key_value_heads=kv_heads, **SIZES
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(ByteVocabulary().document)
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
@@ -111,9 +121,13 @@ def call(function: Callable[..., Any], checkpoint: Path) -> float:
         values["repeated"] = make_repeated(checkpoint)
     if "pair" in names:
         values |= make_pair(checkpoint)
-    start = processor_time()
-    function(*(values[name] for name in names))
-    return processor_time() - start
+    with tempfile.TemporaryDirectory() as folder:
+        if "plain" in names:
+            values["plain"] = save_checkpoint(Path(folder) / "plain", kv_heads=8)
+            values["smaller"] = Path(folder) / "smaller"
+        start = processor_time()
+        function(*(values[name] for name in names))
+        return processor_time() - start
 
 
 def measure_side(task: str, side: str, folder: str) -> dict[str, Any]:
