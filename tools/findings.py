@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.report import plots, render
+from headwise.report.data import Axis, Figure, Plot, Series
 from headwise.studies.cells import CellGrid
 from headwise.studies.process_engine import ProcessEngine
 from headwise.studies.run_cell import read_result, write_result
@@ -46,7 +47,9 @@ from headwise.studies.study_runner import CELLS_FOLDER, STUDY_FILE, run_study
 from headwise.util.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "studies" / "pages")]
+from finding_page import picture  # noqa: E402
+
 from support.stories_model import write_stories_folder  # noqa: E402
 
 # --- Heads ---------------------------------------------------------------------------------------
@@ -128,6 +131,7 @@ SWEEP = [
     "--answers",
     "leave-one-out",
 ]
+SECTION = re.MULTILINE | re.DOTALL
 ABOUT = """# Pruning the heads of a translator, German to English
 
 This page shows how the quality of a translator changes as its heads are removed
@@ -244,7 +248,35 @@ def translator(places: dict[str, str]) -> str:
         f"{loss[1]} and its "
         f"accuracy {accuracy[1]}."
     )
-    return ABOUT.format(about=textwrap.fill(about, 80), command=command) + without_figures(page)
+    about = ABOUT.format(about=textwrap.fill(about, 80), command=command)
+    return with_picture(about + without_figures(page))
+
+
+def with_picture(page: str) -> str:
+    """Draw the loss of the tables of a page by the heads that are left, and put the picture before
+    the findings.
+    """
+    panels: list[Plot] = []
+    for title, section in re.findall(r"^## ([^\n]* heads(?: alone)?)$(.*?)(?=^## )", page, SECTION):
+        orders = re.findall(r"^([\w-]+)(?:, [^:]*)?:\n\n((?:\|.*\n)+)", section, re.MULTILINE)
+        lines = [draw_losses(*order) for order in orders]
+        panels.append(Plot(lines, Axis("heads kept"), Axis("rise of the loss"), title=title))
+    figure = Figure("Loss of the translator without some of its heads", panels)
+    shown = picture(figure, "translator-sweep", "Rise of the loss by the heads that are kept")
+    caption = (
+        "The rise of the loss in the tables below, with their intervals (of random: the range)."
+    )
+    place = page.index("## Findings")
+    return f"{page[:place]}{shown}\n\n{caption}\n\n{page[place:]}"
+
+
+def draw_losses(order: str, table: str) -> Series:
+    """Return the line of one table: heads kept, and the rise of the loss with its interval."""
+    number = r"([-+][\d.]+)"
+    rows = re.findall(rf"^\| (\d+) +\| +{number} \({number}, {number}\)", table, re.MULTILINE)
+    kept, rise, lows, highs = ([float(row[n]) for row in rows] for n in range(4))
+    colour = "muted" if order == "random" else ""
+    return Series(order, kept, rise, lows, highs, marker=".", colour=colour)
 
 
 def without_figures(page: str) -> str:
