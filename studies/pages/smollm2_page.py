@@ -101,6 +101,19 @@ def circuit_table(circuit: Mapping[str, Any]) -> Table:
     return Table("", columns, rows)
 
 
+def retrieval_table(retrieval: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
+    """Return the ten heads with the highest retrieval scores."""
+    classes = {site_of(head): first_class(head) for head in table["heads"]}
+    rows: list[list[Any]] = []
+    scores = {site_of(head): head["measures"]["retrieval"] for head in retrieval["heads"]}
+    ranked = sorted(scores, key=lambda head: -scores[head]["value"])
+    for head in ranked[:10]:
+        one = scores[head]
+        estimate = Estimate(one["value"], one["low"], one["high"])
+        rows.append([short_name(head), classes[head], estimate, one["chance"]])
+    return Table("", ("head", "class", "retrieval score", "chance"), rows)
+
+
 def importance_tables(importance: Mapping[str, Any], table: Mapping[str, Any]) -> list[Table]:
     """Return how far the methods agree, and the most important heads."""
     values = {
@@ -313,6 +326,13 @@ def list_parts(results: Mapping[str, Any]) -> list[str | Table]:
         "## Induction, and what it needs",
         circuit_text(results["circuit"]),
         circuit_table(results["circuit"]),
+        "## Retrieval",
+        fill(
+            f"""Facts with made-up names and numbers are hidden at five depths in texts of 128 to 512
+            tokens, and the model is asked for them ([definition](../heads.md#retrieval-heads)).
+            In short, {results["retrieval"]["notes"][0]}. The intervals are over needles."""
+        ),
+        retrieval_table(results["retrieval"], results["heads"]),
         "## Importance by three methods",
         fill(
             """`leave-one-out` ablates each head; `michel` and `taylor` estimate this from gradients.

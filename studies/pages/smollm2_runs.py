@@ -15,25 +15,25 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.observe.head_analysis.head_redundancy import RedundancyOptions
+from headwise.observe.head_analysis.retrieval_heads import measure_retrieval
 from headwise.surgery.verification.efficiency import TimingOptions, compare_cost, compare_speed
 
 METHODS = ("leave-one-out", "michel", "taylor")
 
 
 class Sizes(NamedTuple):
-    """How much each part of the page reads; chosen for 40 minutes on two shared cores."""
+    """How much each part of the page reads."""
 
     tokens: int = 64  # of a text for evaluation
-    evaluation: int = 4  # texts of each source
+    evaluation: int = 12  # texts of each source
     short: int = 32  # tokens of a text for importance, redundancy and distillation
-    ranking: int = 3  # texts of each source, for importance, and as many for redundancy
-    unused: tuple[int, int] = (18, 4)  # lines of plays and sentences after those of ranking
-    distillation: int = 60  # texts of each source
+    ranking: int = 8  # texts of each source, for importance, and as many for redundancy
+    distillation: int = 120  # texts of each source
     repeated: int = 12  # texts of random tokens
     period: int = 32  # random tokens before the repetition
     draws: int = 3  # random choices of heads
     shares: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-    steps: int = 10  # of distillation
+    steps: int = 25  # of distillation
     batch: int = 4
 
 
@@ -70,10 +70,7 @@ class LineReader:
 
 
 def read_rows(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> dict[str, TextRows]:
-    """Return the texts of each use; no line has two uses.
-
-    The lines after those of ranking have no use: texts for evaluation were once read from there.
-    """
+    """Return the texts of each use; no line has two uses."""
     parsed = (data / "ud_english_ewt/en_ewt-ud-dev.conllu").read_text().splitlines()
     sentences = [line.removeprefix("# text = ") for line in parsed if line.startswith("# text = ")]
     plays = (data / "tinyshakespeare/input.txt").read_text().splitlines()
@@ -89,9 +86,6 @@ def read_rows(data: Path, tokenizer: Tokenizer, sizes: Sizes) -> dict[str, TextR
     }
     rows: dict[str, TextRows] = {}
     for use, size in uses.items():
-        if use == "redundancy":
-            for reader, count in zip(readers, sizes.unused, strict=True):
-                reader.next_line += count
         ids, spans = zip(*(reader.take(*size) for reader in readers), strict=True)
         rows[use] = TextRows(torch.cat(ids), spans)
     return rows
@@ -202,6 +196,11 @@ def measure_importance(net: Any, rows: TextRows) -> dict[str, Any]:
     return results
 
 
+def measure_needles(net: Any) -> dict[str, Any]:
+    """Return the retrieval score of every head over hidden needles."""
+    return measure_retrieval(net).data
+
+
 def measure_redundancy(net: Any, rows: TextRows) -> dict[str, Any]:
     """Return how similar the heads are, by the names of the quantities."""
     reader = hw.ExampleReader(net)
@@ -260,7 +259,7 @@ def compare_models(before: Any, after: Any) -> dict[str, Any]:
     """Return parameters, cache and speed of two models."""
     costs = compare_cost(before, after)
     pairs = {name: costs.get_cost(name) for name in ("parameters", "cache per token")}
-    speed = compare_speed(before, after, TimingOptions(length=128, seconds=12.0))
+    speed = compare_speed(before, after, TimingOptions(length=128, seconds=40.0))
     phases = {
         phase.phase: [
             phase.before,
@@ -305,6 +304,7 @@ def measure(net: Any, data: Path, sizes: Sizes, store: ResultStore) -> dict[str,
     rows = read_rows(data, tokenizer, sizes)
     sources = {use: [*one.sources, *one.ids.shape] for use, one in rows.items()}
     table = store.measure("heads", lambda: hw.heads(net).data)
+    store.measure("retrieval", lambda: measure_needles(net))
     repeated = make_repeated(tokenizer.get_vocab_size(), sizes)
     store.measure("circuit", lambda: measure_circuit(net, table, repeated, sizes.draws))
     importance = store.measure("importance", lambda: measure_importance(net, rows["ranking"]))
