@@ -10,7 +10,7 @@ from ..report.data import Figure
 from ..report.plots import to_svg
 
 SCALE = 1.2  # of figures on a page, so that their smallest labels have 10 pixels
-SIZE = re.compile(r'(?<=(?:th|ht)=")([\d.]+)pt(?=")')
+SIZE = re.compile(r'width="([\d.]+)pt" height="([\d.]+)pt"')
 ID = re.compile(r'(?<=\bid=")[^"]+|(?<=url\(#)[^)]+|(?<=href="#)[^"]+')
 BLACK_TEXT = re.compile(r'(<text style="(?:(?!fill: )[^"])*)(?=")')  # matplotlib leaves black out
 GEOMETRY = re.compile(r'(?<= d=")[^"]+|(?<= transform=")[^"]+|(?<= [xy]=")[^"]+')
@@ -55,7 +55,13 @@ def _shorten(svg: str, number: int) -> str:
     svg = BLACK_TEXT.sub(r"\1; fill: #000000", svg)
     svg = GEOMETRY.sub(lambda text: " ".join(_round_numbers(text[0]).split()), svg)
     svg = re.sub(r"\s*\n\s*", "\n", svg)
-    return SIZE.sub(lambda size: f"{float(size[1]) * SCALE:g}pt", svg, count=2)
+    return SIZE.sub(_enlarge, svg, count=1)
+
+
+def _enlarge(size: re.Match[str]) -> str:
+    """Return the size of a figure on a page; on narrow ones the style sheet makes it smaller."""
+    width, height = (float(one) * SCALE for one in size.groups())
+    return f'style="--width: {width:g}pt" width="{width:g}pt" height="{height:g}pt"'
 
 
 def _round_numbers(text: str) -> str:

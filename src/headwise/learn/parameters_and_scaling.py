@@ -21,7 +21,7 @@ from ..attention.presets import design, from_toml
 from ..attention.tensor_attention import attend
 from ..kernels.capabilities import use_threads
 from .catalogue import Outcome, Verdict, judge, judge_condition
-from .matrix_figures import draw_curves, draw_grids, draw_numbers
+from .matrix_figures import draw_curves, draw_grids, draw_matrices, draw_numbers
 from .measured_layers import (
     VALUES,
     entropy,
@@ -228,14 +228,21 @@ def parameters_stay_equal(*, width: int | None = None) -> Outcome:
 
 
 def equal_widths_needed(*, query: int = 5, key: int = 4) -> Outcome:
-    """Test if attend accepts queries and keys of different widths."""
+    """Test if attend accepts queries and keys of different widths. The figure has the matrices of
+    one head with values of another width.
+    """
     message = _refusal(query, key)
+    x = sample(4, 3, 4)
+    projections = {"W_Q": sample(5, 4, 3), "W_K": sample(6, 4, 3), "W_V": sample(7, 4, 2)}
+    q, k, v = (x @ projection for projection in projections.values())
+    output = attend(q, k, v)[0]
     return judge(
         message == "-",
         corrected=_refusal(key, key) == "-" != message,
         query=query,
         key=key,
         message=message,
+        figure=draw_matrices([*projections.items(), ("Q K^T", q @ k.T), ("output", output)]),
     )
 
 

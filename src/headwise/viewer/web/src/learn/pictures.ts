@@ -8,6 +8,7 @@ const LEFT = 50;
 const RIGHT = 18;
 const LETTER = 6.4; // width of a letter of a label
 const TOP = 10;
+const UNITS = ["", "k", "M", "G", "T"]; // of a short number, by powers of 1000
 const BOTTOM = 36;
 
 /** One line of a plot; a value that is not finite leaves a gap. */
@@ -54,17 +55,16 @@ function separate(value: number): string {
 }
 
 /**
- * A short number for an axis, as 20k or 1e9; whole numbers up to 99,999 without zeros at the end
+ * A short number for an axis, as 20k, 5M or 2G; whole numbers up to 99,999 without zeros at the end
  * stay, as 4096.
  */
 export function shortNumber(value: number): string {
   const size = Math.abs(value);
   const isShort = size < 1e4 || (size < 1e5 && size % 1000 !== 0);
   if (Number.isInteger(value) && isShort) return String(value);
-  if (size >= 1e9 || (size > 0 && size < 1e-3)) return value.toExponential(0).replace("e+", "e");
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
-  return String(Number(value.toPrecision(3)));
+  if (size >= 1e15 || (size > 0 && size < 1e-3)) return value.toExponential(0).replace("e+", "e");
+  const power = size < 1e4 ? 0 : Math.floor(Math.log10(size) / 3);
+  return `${Number((value / 1000 ** power).toPrecision(3))}${UNITS[power]}`;
 }
 
 /** Three to six round numbers from low to high. */
