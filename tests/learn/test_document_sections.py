@@ -138,6 +138,19 @@ def test_the_questions_and_misconceptions_are_exercises():
         assert [one.title.en for one in sections if not one.exercises] == [], id
 
 
+def test_sections_that_texts_name_exist():
+    """Such as 002 \u00a713, which pages make a link; the start page sends readers to them."""
+    texts = [path.read_text("utf-8") for path in (ROOT / "src/headwise/learn").glob("*.toml")]
+    named = {match for text in texts for match in re.findall(r"\b(00\d) \u00a7(\d+)", text)}
+    assert ("002", "13") in named
+    assert [one for one in named if int(one[1]) > len(SECTIONS[one[0]])] == []
+    assert "What does this head do" in SECTIONS["002"][12].title.en
+    assert "How many heads" in SECTIONS["002"][11].title.en
+    assert "What several heads are for" in SECTIONS["001"][2].title.en
+    assert SECTIONS["004"][2].entries[-1] == "004-2e"  # by hand
+    assert "n^2" in SECTIONS["000"][1].text.en
+
+
 # --- Pages ----------------------------------------------------------------------------------------
 
 
@@ -236,8 +249,10 @@ def test_the_start_page_has_a_cover_for_every_document(language: str):
     assert page.addresses[0] == f"index.{'en' if language == 'zh' else 'zh'}.html"
     assert page.addresses[1:3] == [f"#{part}" for part in START_PARTS]
     assert {*START_PARTS} <= {*page.ids}
-    assert page.addresses[3:] == [f"{id}.html" for id in load_covers()]
-    assert page.addresses[3] == "004.html"
+    covers = list(load_covers())
+    assert page.addresses[3:8] == [f"{id}.html" for id in covers]
+    assert covers[0] == "004"
+    assert "004.html#section-3" in page.addresses[8:]
     for id, cover in load_covers().items():
         assert (cover.skill.zh if language == "zh" else cover.skill.en) in text, id
         assert f"{len(DOCUMENTS[id].entries)} " in text

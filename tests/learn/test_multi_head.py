@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import headwise as hw
 from headwise.attention.attention import Attention
 from headwise.learn.measured_layers import make_layer, sample
 from headwise.learn.multi_head_analysis import STORED_HEADS
-from headwise.learn.translator_runs import measure_translator
+from headwise.learn.translator_runs import held_out_texts, measure_translator
 from headwise.observe import bundled_sample
 from headwise.observe.head_analysis.head_circuits import make_random_baseline
 from learn import learn_entries as learn
@@ -340,6 +341,41 @@ def test_numbers_and_verdict(id: str):
         globals(),
         counted_elsewhere={"002-2.5": {"shared_flops"}, "002-2.7b": trained},
     )
+
+
+def test_one_head_aligns_words_and_is_not_needed():
+    """The numbers of the exercise: the tokens that the head promotes by its matrices, and what is
+    lost without columns of the output projection.
+    """
+    numbers = learn.checked(ENTRIES["002-2.1j"]).numbers
+    net = bundled_sample.load_sample_model().double()
+    site = "decoder.2.cross"
+    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    output = state[f"{site}.output.o"]
+    centre = torch.eye(96, dtype=torch.float64) - 1 / 96
+    to_logits = centre @ state["decoder.norm.weight"].diag() @ state["encoder.embedding.tokens"].T
+    right: list[torch.Tensor] = []
+    before: list[torch.Tensor] = []
+    for inputs in held_out_texts():
+        z = hw.head_outputs(net, inputs, [(site, 2)])[site, 2]
+        effects = z @ output[:, 32:48].T @ to_logits
+        right.append((effects[:, :-1].argmax(-1) == inputs["x"][:, 1:]).flatten())
+        before.append(net(**inputs).detach().flatten(0, 1).log_softmax(-1))
+    promoted = torch.cat(right).double()
+    assert numbers["promoted"] == pytest.approx(promoted.mean().item())
+    assert numbers["positions"] == len(promoted)
+    for name, columns in {"alone": slice(32, 48), "layer": slice(None)}.items():
+        changed = dict(state) | {f"{site}.output.o": output.clone()}
+        changed[f"{site}.output.o"][:, columns] = 0
+        net.load_state_dict(changed)
+        after = [
+            net(**inputs).detach().flatten(0, 1).log_softmax(-1) for inputs in held_out_texts()
+        ]
+        divergence = F.kl_div(
+            torch.cat(after), torch.cat(before), log_target=True, reduction="batchmean"
+        )
+        assert numbers[name] == pytest.approx(divergence.item(), rel=1e-6)
+    assert float(numbers["aligned"]) > 5 * float(numbers["aligned_chance"])
 
 
 def test_random_weights_need_more_than_a_third():

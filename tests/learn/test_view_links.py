@@ -59,11 +59,12 @@ def test_every_address_names_a_screen_a_head_and_a_token_that_exist():
 def test_the_entry_says_how_to_start_the_page_in_both_languages():
     (link,) = (link for link in LINKS if link.entry == "003-2.2")
     command = "`headwise view --learn 003-2.2`"
-    shown = f"On the page of `headwise view`: steps, head E0H0, token 3: {command}"
+    place = "head E0H0, token 3, screen steps"
+    shown = f"In the bundled translator, on the page of `headwise view`: {place}: {command}"
     assert Words("en").describe_view(link) == shown
     chinese = Words("zh").describe_view(link)
     assert chinese.endswith(command)
-    for part in ("步骤", "头 E0H0", "词元 3"):
+    for part in ("内置翻译模型", "页面 步骤", "头 E0H0", "词元 3"):
         assert part in chinese
 
 

@@ -34,6 +34,7 @@ from .translator_runs import (
     batch_log_probs,
     held_out_texts,
     load_translator,
+    mean_divergence,
     output_log_probs,
 )
 
@@ -48,11 +49,6 @@ def read_translator(*, trained: bool = True) -> tuple[Transformer, tuple[dict[st
     if not trained:
         net.load_state_dict(build(net.spec, seed=0).state_dict())
     return net, held_out_texts()
-
-
-def mean_divergence(expected: Tensor, changed: Tensor) -> float:
-    """Mean relative entropy of two tables of log-probabilities, in nats per token."""
-    return float((expected.exp() * (expected - changed)).sum(-1).mean())
 
 
 # --- Masks and layer normalisation against rank collapse ------------------------------------------

@@ -45,11 +45,12 @@ DOCUMENT_PAGES = FolderKind(
     lambda _: ("00[0-4].html", "00[0-4].en.html", "00[0-4].zh.html", "index*.html"),
 )
 MOST_STUDY_LINES = 3  # longer results of a study are folded
-# A formula between dollars, code between backticks, emphasis between asterisks, the id of an entry,
-# an exponent, and an index of a single letter.
+# A formula between dollars, code between backticks, emphasis between asterisks, a section, the id
+# of an entry, an exponent, and an index of a single letter.
 MARKED = re.compile(
     r"(?P<dollars>\$\$?)[^$]+(?P=dollars)|`(?P<code>[^`]+)`"
     r"|(?P<stars>\*\*?)(?P<strong>[^\s*](?:[^*]*[^\s*])?)(?P=stars)"
+    r"|(?P<section>\b00[0-4] \u00a7\d+)"
     r"|(?P<id>\b00\d-(?:\d|FF)(?:\.\d)*[a-z]?\b)"
     r"|(?<![\w.])(?P<paper>(?:0[7-9]|1\d|2\d)(?:0[1-9]|1[0-2])\.\d{4,5})(?!\d)"
     r"|(?<=[\w)])\^(?:(?P<exponent>\w+)|\((?P<power>[^()]+)\))"
@@ -140,6 +141,8 @@ class DocumentPages:
             return Markup("{}<sub>{}</sub>").format(match["letter"], match["index"])
         if match["id"]:
             return self._link(match["id"])
+        if match["section"]:
+            return self._link_section(*match["section"].split(" §"))
         if match["paper"]:
             return Markup('<a href="https://arxiv.org/abs/{0}" rel="noreferrer">{0}</a>').format(
                 match["paper"]
@@ -151,6 +154,13 @@ class DocumentPages:
         if address is None:
             return escape(id)
         return Markup('<a href="{}">{}</a>').format(address, id)
+
+    def _link_section(self, document: str, number: str) -> Markup:
+        text = f"{document} \u00a7{number}"
+        if document not in {one.id for one in self.documents}:
+            return escape(text)
+        address = f"{self.page_name(document)}#section-{number}"
+        return Markup('<a href="{}">{}</a>').format(address, text)
 
     def render_document(self, document: Document, in_course: bool = False) -> str:
         """The page of a document; entries without a result are run. In a course it has links to the

@@ -31,7 +31,7 @@ PHRASES = {
     "reference": "Reference",
     "see": "More",
     "command": "Command",
-    "view": "On the page of `headwise view`",
+    "view": "In the bundled translator, on the page of `headwise view`",
     "topics": "Topics",
     "documents": "Documents",
     "entries": "entries",
@@ -89,7 +89,8 @@ class Words:
         """The screen, head and token of a link to the page, and the command that starts it."""
         with use_language(self.language):
             head = f"{localise('head')} {link.head}"
-            place = join_clauses([localise(link.screen), head, localise(f"token {link.token}")])
+            screen = f"{localise('screen')} {localise(link.screen)}"
+            place = join_clauses([head, localise(f"token {link.token}"), screen])
             return join_clauses([self.phrase("view"), place, f"`{link.command}`"], ": ")
 
     def phrase(self, name: str) -> str:

@@ -21,7 +21,7 @@ import torch
 
 from ..observe.head_analysis.head_table import CLASS_STYLES
 from ..report.data import Axis, Bars, Estimate, Figure, HeatMap, Links, Plot, Reference, Series
-from ..report.text import format_count
+from ..report.text import format_count, text_width
 from .language import join_items, localise
 
 POSITIVE = "#5E65C0"
@@ -285,7 +285,7 @@ def draw_numbers(table: Mapping[str, Any], numbers: Mapping[str, Any]) -> Figure
         curves = {name: dict(zip(places, ys, strict=True)) for name, ys in groups.items()}
         return draw_curves(curves, x_axis, axis, log=log, levels=levels)()
     labels = [fill(localise(label), 13) for label in columns]
-    longest = max(len(line) for label in labels for line in label.splitlines())
+    longest = max(text_width(line) for label in labels for line in label.splitlines())
     width = max(COLUMN_INCHES * len(groups) ** 0.5, CHARACTER_INCHES * longest) * len(columns)
     heights = {localise(name): ys for name, ys in groups.items()}
     draw = _draw_points if log else _draw_bars

@@ -210,7 +210,7 @@ def gallery_of_heads(*, uniform: bool = False) -> Outcome:
         shares[name] > 2 * chance for name in shares if name != "broad"
     )
     named = [
-        (f"{head['class']}: {head['site'].split('.')[1]}.{head['head']}", head["weights"])
+        (f"{head['class']}: E{head['site'].split('.')[1]}H{head['head']}", head["weights"])
         for head in stored["gallery"]
     ]
     return judge(

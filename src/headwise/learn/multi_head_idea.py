@@ -29,6 +29,7 @@ from .self_attention_basics import heads_by_key_head, heads_share_weights
 from .translator_runs import (
     MEASURED_TEXTS,
     NUM_TEXTS,
+    follow_one_head,
     load_translator,
     measure_translator,
     record_weights,
@@ -370,7 +371,7 @@ def shallow_and_wide(*, layer: str = "attention") -> Outcome:
 
 def heads_get_roles(*, roles: Sequence[str] | None = None) -> Outcome:
     """Heads of the bundled translator with a role as first class over held-out texts, and heads
-    without; `roles` default to all.
+    without; `roles` default to all. One head is followed further.
     """
     first = [
         head.classes[0].name if head.classes else "unclear" for head in measure_translator().heads
@@ -383,6 +384,7 @@ def heads_get_roles(*, roles: Sequence[str] | None = None) -> Outcome:
         heads=len(first),
         kinds=len(kinds),
         texts=MEASURED_TEXTS,
+        **follow_one_head(),
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from statistics import fmean
 from typing import NamedTuple
@@ -401,10 +402,16 @@ def heads_against_noise(*, fixed: bool = False) -> Outcome:
     changes = [
         [getattr(model, name) - model.held_out for model in models] for models in (many, few)
     ]
-    is_gain = _is_gain(*changes)
     is_trained = min(model.train for model in (*few, *many)) > 0.9
     does_harm = numbers["many"] < numbers["clean_many"] - 0.05
-    return judge(is_gain, corrected=is_trained and does_harm, **numbers)
+    outcome = judge(_is_gain(*changes), corrected=_is_gain(*reversed(changes)), **numbers)
+    return _leave_open(outcome, is_trained and does_harm)
+
+
+def _leave_open(outcome: Outcome, is_valid: bool) -> Outcome:
+    """The outcome of a valid experiment that shows no significant difference is not resolved."""
+    is_open = outcome.verdict == Verdict.FAULT and is_valid
+    return replace(outcome, verdict=Verdict.NOT_RESOLVED) if is_open else outcome
 
 
 def heads_against_overfitting(*, fixed: bool = False) -> Outcome:
@@ -417,14 +424,15 @@ def heads_against_overfitting(*, fixed: bool = False) -> Outcome:
         "gap_one": fmean(model.train - model.held_out for model in one),
         "gap_many": fmean(model.train - model.held_out for model in many),
     }
-    generalises = _is_gain([model.held_out for model in many], [model.held_out for model in one])
+    held_out = [[model.held_out for model in models] for models in (many, one)]
     is_trained = min(model.train for model in (*one, *many)) > 0.9
-    return judge(
-        generalises or robust.verdict == Verdict.HOLDS,
-        corrected=is_trained and robust.verdict == Verdict.WRONG,
+    outcome = judge(
+        _is_gain(*held_out) or robust.verdict == Verdict.HOLDS,
+        corrected=_is_gain(*reversed(held_out)) and robust.verdict == Verdict.WRONG,
         **numbers,
         **robust.numbers,
     )
+    return _leave_open(outcome, is_trained and robust.verdict == Verdict.NOT_RESOLVED)
 
 
 def largest_gradient(*, normalised: bool = True) -> Outcome:

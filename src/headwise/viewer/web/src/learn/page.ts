@@ -303,18 +303,23 @@ function keepPlace(): void {
   }
 }
 
-/** Let boxes that scroll be reached by keyboard, which not all browsers do by themselves. */
-function focusScrolled(): void {
+/** Let boxes that scroll be reached by keyboard, and say that they do. */
+function markScrolled(): void {
   for (const box of document.querySelectorAll<HTMLElement>(".scroll, .formula, pre")) {
-    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
-    else box.removeAttribute("tabindex");
+    if (box.scrollWidth > box.clientWidth) {
+      box.tabIndex = 0;
+      box.dataset["hint"] = document.body.dataset["sideways"];
+    } else {
+      box.removeAttribute("tabindex");
+      delete box.dataset["hint"];
+    }
   }
 }
 
 for (const figure of document.querySelectorAll<HTMLElement>("[data-slider]")) new Slider(figure);
 trackReading();
-focusScrolled();
-addEventListener("resize", focusScrolled);
-document.addEventListener("toggle", focusScrolled, true); // a source or an answer was opened
+markScrolled();
+addEventListener("resize", markScrolled);
+document.addEventListener("toggle", markScrolled, true); // a source or an answer was opened
 addCopyButtons();
 keepPlace();
