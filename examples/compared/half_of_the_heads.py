@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def with_headwise(plain: Path, smaller: Path):
-    """The heads that change the loss of two texts most are kept."""
+    """The heads with the largest estimated change of the loss of two texts are kept."""
     from transformers import AutoModelForCausalLM
 
     import headwise as hw

@@ -102,12 +102,12 @@ def circuit_table(circuit: Mapping[str, Any]) -> Table:
 
 
 def retrieval_table(retrieval: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
-    """Return the ten heads with the highest retrieval scores."""
+    """Return the ten heads with the highest retrieval scores; none if no needle was found."""
     classes = {site_of(head): first_class(head) for head in table["heads"]}
     rows: list[list[Any]] = []
     scores = {site_of(head): head["measures"]["retrieval"] for head in retrieval["heads"]}
-    ranked = sorted(scores, key=lambda head: -scores[head]["value"])
-    for head in ranked[:10]:
+    found = [head for head, one in scores.items() if one["value"] is not None]
+    for head in sorted(found, key=lambda head: -scores[head]["value"])[:10]:
         one = scores[head]
         estimate = Estimate(one["value"], one["low"], one["high"])
         rows.append([short_name(head), classes[head], estimate, one["chance"]])

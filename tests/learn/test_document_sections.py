@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 
 from headwise.learn import sliders
-from headwise.learn.catalogue import MODULES, Document, Kind, Text, load_documents
+from headwise.learn.catalogue import MODULES, Document, Kind, Text, find_entries, load_documents
 from headwise.learn.document_page import DocumentPages
 from headwise.learn.document_sections import (
     FORMULA,
@@ -149,6 +149,8 @@ def test_sections_that_texts_name_exist():
     assert "What several heads are for" in SECTIONS["001"][2].title.en
     assert SECTIONS["004"][2].entries[-1] == "004-2e"  # by hand
     assert "n^2" in SECTIONS["000"][1].text.en
+    found = {entry.id for entry in find_entries("002 \u00a713")}
+    assert found == {*SECTIONS["002"][12].entries}
 
 
 # --- Pages ----------------------------------------------------------------------------------------

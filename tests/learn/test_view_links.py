@@ -64,7 +64,7 @@ def test_the_entry_says_how_to_start_the_page_in_both_languages():
     assert Words("en").describe_view(link) == shown
     chinese = Words("zh").describe_view(link)
     assert chinese.endswith(command)
-    for part in ("内置翻译模型", "页面 步骤", "头 E0H0", "词元 3"):
+    for part in ("内置翻译模型", "“步骤”页", "头 E0H0", "词元 3"):
         assert part in chinese
 
 

@@ -300,7 +300,6 @@ def test_texts_have_one_use(pages: Any, tmp_path: Path):
     numbers = [int(number) for span in ends for number in span.split(" to ")]
     assert numbers == sorted(numbers)
     assert len(set(numbers[1::2] + numbers[2::2])) == len(numbers) - 1
-    assert numbers[4] == numbers[3] + 1 + 3  # redundancy begins after the unused lines
 
 
 def byte_model() -> hw.Transformer:
@@ -333,7 +332,6 @@ def write_texts(pages: Any, folder: Path) -> Any:
         evaluation=2,
         short=12,
         ranking=2,
-        unused=(3, 1),
         distillation=6,
         repeated=3,
         period=9,

@@ -17,6 +17,7 @@ from headwise.observe.inspect.model_tokenizer import find_token_decoder
 from headwise.observe.traces.attention_trace import aggregate_heads, roll_out_attention
 from headwise.viewer.answers import ask
 from headwise.viewer.circuit_actions import score_text_edges
+from headwise.viewer.model_worker import Job, JobCancelled, JobProgress
 from headwise.viewer.open_model import OpenModel, id_inputs
 from viewer.binary_messages import decode_arrays
 from viewer.page_browser import sample_model, served, settled_box, wait_until
@@ -198,15 +199,38 @@ def test_edges_of_two_texts_are_those_of_the_library(bytes_model: OpenModel):
 def test_edges_are_refused_for_texts_that_do_not_fit(bytes_model: OpenModel):
     for other, tokens, message in (
         (" ", "", "other text is empty"),
-        ("Tim and Mary!", "", "12 tokens and the corrupt text 13"),
-        ("Mary and Tim", "", "both texts go on with"),
-        ("Tim and Mary", "M", "needs 2"),
+        ("Tim and Mary!", "", "12 tokens and the other one 13"),
+        ("Mary and Tim", "M,T", "change a word"),
+        ("Marx and Tim", "", "both texts go on with"),
+        *(("Tim and Mary", tokens, "two different next tokens") for tokens in ("M", "M,M", "M,")),
         ("Tim and Mary", "Mary,Tim", "as one token"),
     ):
         with pytest.raises(ValueError, match=message):
             score_text_edges(bytes_model, {"other": other, "tokens": tokens}, progress())
     with pytest.raises(ValueError, match="onlyDecoderEdges"):
         score_text_edges(sample_model(), {"other": "a"}, progress())
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        score_text_edges(
+            OpenModel(hw.trace(net, torch.arange(3)[None]), net), {"other": "a"}, progress()
+        )
+
+
+def test_edges_stop_when_the_job_is_cancelled(bytes_model: OpenModel):
+    job = Job("edges", {})
+
+    class Stop(JobProgress):
+        """Cancels the job in the middle of the scores."""
+
+        def __call__(self, done: int, total: int = 0, note: str = "") -> None:
+            if done == 3:
+                self.job.cancel()
+            super().__call__(done, total, note)
+
+    with pytest.raises(JobCancelled):
+        score_text_edges(bytes_model, {"other": "Tim and Mary", "tokens": "M,T"}, Stop(job))
+    assert job.events[-1]["done"] == 2
+    assert job.events[-1]["note"] == "scoring edges"
 
 
 def test_the_map_draws_edges_over_its_heads(page: Any, bytes_model: OpenModel):

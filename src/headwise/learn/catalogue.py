@@ -338,18 +338,20 @@ def load_entries() -> list[Entry]:
 
 
 def find_entries(name: str) -> list[Entry]:
-    """The entries of a document (003), a topic (softmax-scale), a section (003-7), a row (C1.4),
-    "errata", or those with a Chinese word.
+    """The entries of a document (003), a topic (softmax-scale), a section of it (003-7) or of its
+    page (002 \u00a713), a row (C1.4), "errata", or those with a Chinese word.
 
     >>> [entry.id for entry in find_entries("C4.3")]
     ['004-1b']
     """
     entries = load_entries()
     target = name.strip()
+    of_section = _list_section(target)
     chosen = [
         entry
         for entry in entries
         if target in (entry.document, entry.id, entry.topic)
+        or entry.id in of_section
         or target.lower() in map(str.lower, entry.rows)
         or entry.id.startswith((f"{target}.", f"{target}-"))
         or (target == "errata" and "C" in "".join(entry.rows))
@@ -368,6 +370,16 @@ def find_entries(name: str) -> list[Entry]:
     if not hint.startswith("did you mean"):
         hint = "headwise learn --list names all entries and topics"
     raise UnknownTopic(f"there is no document, topic or entry {name!r}; {hint}")
+
+
+def _list_section(name: str) -> Sequence[str]:
+    """The ids of the entries of a section of a page, such as 002 \u00a713; none for other names."""
+    match = re.fullmatch("(\\d+) \u00a7(\\d+)", name)
+    if match is None or match[1] not in MODULES:
+        return ()
+    sections = read_toml(f"sections_{match[1]}")["section"]
+    number = int(match[2])
+    return sections[number - 1]["entries"] if 0 < number <= len(sections) else ()
 
 
 def list_topics(entries: Iterable[Entry]) -> list[str]:

@@ -89,7 +89,7 @@ class Words:
         """The screen, head and token of a link to the page, and the command that starts it."""
         with use_language(self.language):
             head = f"{localise('head')} {link.head}"
-            screen = f"{localise('screen')} {localise(link.screen)}"
+            screen = localise(f"screen {link.screen}")
             place = join_clauses([head, localise(f"token {link.token}"), screen])
             return join_clauses([self.phrase("view"), place, f"`{link.command}`"], ": ")
 

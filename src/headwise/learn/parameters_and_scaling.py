@@ -432,7 +432,7 @@ def heads_against_overfitting(*, fixed: bool = False) -> Outcome:
         **numbers,
         **robust.numbers,
     )
-    return _leave_open(outcome, is_trained and robust.verdict == Verdict.NOT_RESOLVED)
+    return _leave_open(outcome, is_trained and robust.verdict != Verdict.FAULT)
 
 
 def largest_gradient(*, normalised: bool = True) -> Outcome:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -54,9 +55,11 @@ def calls_on_cuda() -> Iterator[CudaCalls]:
         calls.backends.append(select(self, *args))
         return calls.backends[-1]
 
-    def run_flex(q: Tensor, k: Tensor, v: Tensor, options: dict[str, object]) -> Tensor:
+    def run_flex(q: Tensor, k: Tensor, v: Tensor, options: dict[str, object]) -> object:
         calls.flex_options.append(options)
-        return (q.sum(-1, keepdim=True) + k.sum() + v.sum()).expand(*q.shape[:-1], v.shape[-1])
+        sums = q.sum(-1) + k.sum() + v.sum()
+        o = sums[..., None].expand(*q.shape[:-1], v.shape[-1])
+        return (o, SimpleNamespace(lse=sums)) if "return_aux" in options else o
 
     CallSignature.__post_init__, CoreDispatch.select, flex._run_compiled = as_cuda, record, run_flex
     try:

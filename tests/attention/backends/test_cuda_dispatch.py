@@ -4,8 +4,13 @@ on the way.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 import headwise as hw
 from attention.backends.fake_cuda import calls_on_cuda, meta_input
@@ -24,14 +29,17 @@ SPECS = {
     "dilated": hw.design(pattern="window(128) | first(4)", **SIZES),
     "alibi": hw.design(pattern="causal()", modifiers=(hw.parts.Alibi(),), **SIZES),
     "softcap": hw.design(pattern="causal()", modifiers=(hw.parts.Softcap(5.0),), **SIZES),
+    "sinks": hw.design(pattern="causal()", normaliser=hw.parts.SinkSoftmax(), **SIZES),
+    "window and sinks": hw.design(
+        pattern="window(128)", normaliser=hw.parts.SinkSoftmax(), **SIZES
+    ),
     "dcmha": hw.design(preset="dcmha", **SIZES),
     "talking": hw.design(preset="talking", **SIZES),
     "entmax": hw.design(preset="entmax", **SIZES),
     "linear": hw.design(preset="linear", **SIZES),
 }
-WHOLE = dict.fromkeys(SPECS, "sdpa") | dict.fromkeys(
-    ("window", "dilated", "alibi", "softcap"), "flex"
-)
+ON_FLEX = ("window", "dilated", "alibi", "softcap", "sinks", "window and sinks")
+WHOLE = dict.fromkeys(SPECS, "sdpa") | dict.fromkeys(ON_FLEX, "flex")
 WHOLE |= dict.fromkeys(("dcmha", "talking", "entmax"), "chunked") | {"linear": "linear"}
 STEP = {
     "causal": "sdpa",
@@ -43,6 +51,8 @@ STEP = {
     "dilated": "sdpa",
     "alibi": "sdpa",
     "softcap": "dense",
+    "sinks": "sdpa",
+    "window and sinks": "sdpa",
     "dcmha": "dense",
     "linear": "linear",
 }
@@ -110,14 +120,48 @@ def test_flex_is_first_on_cuda_only_where_others_would_loop_or_store_a_bias():
         for device in ("cuda", "cpu"):
             order = list(hw.why(spec, device=device).reasons_against)
             is_first = order.index("flex") < order.index("block_sparse")
-            assert is_first == (
-                device == "cuda" and name in ("window", "dilated", "alibi", "softcap")
-            )
+            assert is_first == (device == "cuda" and name in ON_FLEX)
 
 
-def test_learned_sinks_in_a_window_run_in_a_loop_over_blocks():
-    spec = hw.design(pattern="window(128)", normaliser=hw.parts.SinkSoftmax(), **SIZES)
-    assert hw.why(spec, device="cuda", tokens=600).backend == "block_sparse"
+def compute_all_scores(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
+    """Return the outputs and sums of FlexAttention by its definition, with gradients."""
+    k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+    batch, _, queries, _ = q.shape
+    b, t, n = (torch.arange(count) for count in (batch, queries, k.shape[2]))
+    allowed = options["block_mask"].mask_mod(b[:, None, None], 0, t[:, None], n)
+    scores = (q @ k.mT * options["scale"]).masked_fill(
+        ~allowed.expand(batch, -1, -1)[:, None], -torch.inf
+    )
+    assert options["score_mod"] is None
+    assert options["return_aux"].lse
+    return scores.softmax(-1) @ v, SimpleNamespace(lse=scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize("pattern", ["causal()", "window(5)"])
+def test_sinks_on_flex_take_their_share(pattern: str, monkeypatch: pytest.MonkeyPatch):
+    """Outputs and gradients equal those of `dense`, which appends the sink to the scores."""
+    monkeypatch.setattr(flex, "_unsupported_device_reasons", lambda call: [])
+    monkeypatch.setattr(flex, "_run_compiled", compute_all_scores)
+    spec = hw.design(model=32, heads=4, kv=2, pattern=pattern, normaliser=hw.parts.SinkSoftmax())
+    layers = [hw.Attention(spec, backend=name).double() for name in ("flex", "dense")]
+    with torch.no_grad():
+        next(p for name, p in layers[0].named_parameters() if "sink" in name).normal_()
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(2, 20, 32, dtype=torch.float64, requires_grad=True)
+    results = []
+    for layer in layers:
+        y = layer(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_returns_sums_in_nats():
+    """The share of a sink rests on this convention; the call runs uncompiled on the CPU."""
+    q, k, v = torch.randn(3, 1, 2, 9, 16)
+    _, sums = flex_attention(q, k, v, return_aux=AuxRequest(lse=True))
+    torch.testing.assert_close(sums.lse, (q @ k.mT / 4).logsumexp(-1))
 
 
 @pytest.mark.parametrize(

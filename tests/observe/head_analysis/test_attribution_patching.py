@@ -17,6 +17,7 @@ from headwise.observe.head_analysis.edge_attribution import (
     score_edges,
 )
 from headwise.observe.head_analysis.path_patching import PairRuns, read_pairs
+from support.families import FAMILIES
 from support.plain_patching import (
     CLEAN,
     CORRUPT,
@@ -209,3 +210,19 @@ def test_a_graph_beyond_the_budget_is_refused_before_it_starts():
         attribute_edges(
             build("llama"), [(CLEAN, CORRUPT)], metric, options=EdgeOptions(budget=1000)
         )
+
+
+def test_without_curves_a_graph_needs_memory_for_its_scores_alone():
+    """16 x 40 numbers for each pair, and no run of a circuit."""
+    options = EdgeOptions(budget=20_000, points=0, exact=0)
+    graph = attribute_edges(build("llama"), [(CLEAN, CORRUPT)], metric, options=options)
+    assert graph.sizes == ()
+    assert graph.edges
+
+
+def test_blocks_without_attention_or_known_mlp_are_refused():
+    """What the Mamba block of Nemotron-H writes would count as the direct path around it."""
+    [family] = [one for one in FAMILIES if one.model_type == "nemotron_h"]
+    words = "headwise finds no MLP in model.layers.0 of NemotronHForCausalLM, which also has"
+    with pytest.raises(ValueError, match=words):
+        attribute_edges(family.build().eval().float(), [(CLEAN, CORRUPT)], metric)

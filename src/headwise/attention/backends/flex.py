@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..interfaces.core_types import CallSize
 from ..masking.patterns import Causal, Full
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..parts.dot_product import DotProduct
-from ..parts.softmax import Softmax, WeightDropout
+from ..parts.softmax import SinkSoftmax, Softmax, WeightDropout
 from .core_interface import CallSignature, CoreInputs, never_slower, no_mask_conflicts
 
 FLEX_BLOCK_LENGTHS = (127, 128, 129)  # lengths around the block size of its kernels, for tests
@@ -30,7 +30,8 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("needs cached keys and values; this layer caches a recurrent state")
     if call.single_query:
         reasons.append("would compile a kernel for every cache length")
-    if not isinstance(spec.similarity, DotProduct) or not isinstance(spec.normaliser, Softmax):
+    is_softmax = isinstance(spec.normaliser, (Softmax, SinkSoftmax))
+    if not isinstance(spec.similarity, DotProduct) or not is_softmax:
         reasons.append("needs a softmax over scaled dot products")
     for _, part in spec.parts():
         if isinstance(part, (JointStep, ValueStep)):
@@ -69,6 +70,8 @@ def _unsupported_device_reasons(call: CallSignature) -> list[str]:
         return reasons
     if call.grad_enabled:
         reasons.append("has no backward pass on the CPU")
+    if isinstance(call.spec.normaliser, SinkSoftmax):
+        reasons.append("needs sums of exponentials for sinks, which it does not return on the CPU")
     if call.core.dim != call.core.vdim:
         reasons.append("needs dim = vdim on the CPU")
     if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
@@ -77,8 +80,8 @@ def _unsupported_device_reasons(call: CallSignature) -> list[str]:
 
 
 def is_preferred(call: CallSignature) -> bool:
-    """True if it comes before every other fused call: on CUDA, for patterns that hide keys and for
-    score steps.
+    """True if it comes before every other fused call: on CUDA, for patterns that hide keys, for
+    score steps and for sinks.
 
     One kernel skips the hidden blocks and computes the steps, where others loop over blocks in
     Python or store a bias.
@@ -86,7 +89,8 @@ def is_preferred(call: CallSignature) -> bool:
     if call.device != "cuda":
         return False
     has_steps = any(isinstance(part, ScoreStep) for _, part in call.spec.parts())
-    return has_steps or call.pattern not in (Full(), Causal())
+    has_sinks = isinstance(call.spec.normaliser, SinkSoftmax)
+    return has_steps or has_sinks or call.pattern not in (Full(), Causal())
 
 
 mask_conflicts = no_mask_conflicts
@@ -135,10 +139,17 @@ def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
             s = step.score(s, pair, factors, p.head(h))
         return s
 
+    from torch.nn.attention.flex_attention import AuxRequest
+
     options: dict[str, Any] = {"score_mod": score if score_steps else None, "block_mask": blocks}
     options |= {"scale": inputs.query_context.scale, "enable_gqa": call.group_size > 1}
-    o_BHTV = _run_compiled(q, k, v, options)
-    return o_BHTV.transpose(1, 2)
+    sinks_H = inputs.steps.sinks
+    if sinks_H is None:
+        return _run_compiled(q, k, v, options).transpose(1, 2)
+    o_BHTV, sums = _run_compiled(q, k, v, options | {"return_aux": AuxRequest(lse=True)})
+    # a sink has no value, so that it only takes its share of every row
+    share_BHT = torch.sigmoid(sums.lse - sinks_H[:, None].to(sums.lse.dtype))
+    return (o_BHTV * share_BHT[..., None].to(o_BHTV.dtype)).transpose(1, 2)
 
 
 MAX_CACHED_MASKS = 64  # the cache is cleared when it holds as many
@@ -225,14 +236,14 @@ def _make_block_mask(
 _COMPILED_KERNELS: dict[str, Any] = {}
 
 
-def _run_compiled(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+def _run_compiled(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
     """Run `flex_attention` compiled for these shapes; uncompiled it would compute every score, as
-    `dense` does.
+    `dense` does. Returns o_BHTV, with `return_aux` also what it asks for.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
     if torch.compiler.is_compiling():
-        return cast(Tensor, flex_attention(q, k, v, **options))
+        return flex_attention(q, k, v, **options)
     kind = q.device.type
     if kind not in _COMPILED_KERNELS:
         # On the CPU each length compiles its own kernel, because the code generator fails on

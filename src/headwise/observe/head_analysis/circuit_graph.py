@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -224,10 +225,12 @@ class CircuitModel:
         self.mlps = {} if self.is_repeated else find_mlps(model, blocks)
         # blocks without attention have MLPs too
         parents = list(dict.fromkeys(path.rpartition(".")[0] for path in blocks))
+        self.other_blocks: list[str] = []
         for parent in () if self.is_repeated else parents:
             children = model.get_submodule(parent).named_children()
-            more = [f"{parent}.{name}".strip(".") for name, _ in children if name.isdigit()]
-            self.mlps |= find_mlps(model, [path for path in more if path not in blocks])
+            paths = [f"{parent}.{name}".strip(".") for name, _ in children if name.isdigit()]
+            self.other_blocks += [path for path in paths if path not in blocks]
+        self.mlps |= find_mlps(model, self.other_blocks)
         self.parents = parents
         self.blocks = blocks
 
@@ -361,8 +364,9 @@ class CircuitModel:
         """Return the blocks that have matrices outside their attentions and the MLP that is known
         of them, with the name of the first.
         """
-        # the modules of the attentions and the MLP of each block; some blocks have no attention
-        parts_of_block = {path: list[nn.Module](mlp[1:]) for path, mlp in self.mlps.items()}
+        # the modules of the attentions and the MLP of each block; some blocks have none of them
+        parts_of_block: dict[str, list[nn.Module]] = {path: [] for path in self.other_blocks}
+        parts_of_block |= {path: list(mlp[1:]) for path, mlp in self.mlps.items()}
         for one in self.site_modules:
             block = self.block_of_site.get(one.site.name, "")
             attention = one.site.path.removeprefix(f"{block}.").partition(".")[0]
@@ -370,8 +374,8 @@ class CircuitModel:
             parts_of_block.setdefault(block, []).append(module)
         ids_of_block: dict[str, set[int]] = {}  # of parameters
         for block, modules in parts_of_block.items():
-            for module in modules:
-                ids_of_block.setdefault(block, set()).update(map(id, module.parameters()))
+            of_modules = (map(id, module.parameters()) for module in modules)
+            ids_of_block[block] = set(chain.from_iterable(of_modules))
         name_of_block: dict[str, str] = {}
         for block, ids in ids_of_block.items():
             for name, parameter in self.model.get_submodule(block).named_parameters():

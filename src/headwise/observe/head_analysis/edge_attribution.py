@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...report.data import Axis, Column, Estimate, Figure, Item, Plot, Series, Table
+from ...report.progress import count_items
 from ...report.render import to_plain
 from ...report.text import choose_format, format_bytes, format_share
 from ...util.errors import pluralise
@@ -172,7 +173,9 @@ class EdgeGraph(CircuitResult):
 # --- Scores ---------------------------------------------------------------------------------------
 
 
-def score_edges(runs: PairRuns, steps: int) -> Array:
+def score_edges(
+    runs: PairRuns, steps: int, progress: Callable[[str], object] = lambda _: None
+) -> Array:
     """Return the score of every edge [senders, receivers] for one pair; NaN if there is no edge."""
     nodes = runs.nodes
     differences = {
@@ -192,7 +195,8 @@ def score_edges(runs: PairRuns, steps: int) -> Array:
         with torch.enable_grad():
             direct = runs.pair.measure(nodes.run(runs.pair.clean, frozen))
         inputs = _input_tensors(frozen)
-        for column, node in enumerate(nodes.receivers):
+        listed = count_items(nodes.receivers, progress, "scoring edges", "receivers")
+        for column, node in enumerate(listed):
             key = (node.place, node.part)
             tensor = direct if node.kind == LOGITS else inputs[key]
             gradient = None if node.kind == LOGITS else gradients[key]
@@ -394,22 +398,23 @@ def attribute_edges(
         nodes.check_receivers(nodes.receivers)
         nodes.check_all_mlps()
         listed = read_pairs(reader, pairs, metric)
-        check_budget(nodes, listed, options.budget)
-        progress("scoring edges")
+        check_budget(nodes, listed, options)
         all_runs = [PairRuns(nodes, pair) for pair in listed]
-        scores = np.array([score_edges(runs, options.steps) for runs in all_runs])
+        scores = np.array([score_edges(runs, options.steps, progress) for runs in all_runs])
         mean = scores.mean(0)
         places = np.argwhere(~np.isnan(mean))
         order = np.abs(mean[tuple(places.T)]).argsort(kind="stable")[::-1]
         exact: dict[int, float] = {}
-        for n in choose_to_check(order, options.exact):
+        chosen = choose_to_check(order, options.exact)
+        for n in count_items(chosen, progress, "patching", "edges"):
             ends = (nodes.senders[places[n, 0]], nodes.receivers[places[n, 1]])
             changes = [
                 runs.patch_path([ends[0]], [ends[1]], "frozen") - runs.clean_value
                 for runs in all_runs
             ]
             exact[n] = float(np.mean(changes))
-        progress("measuring circuits")
+        if options.points:
+            progress("measuring circuits")
         sizes = _measure_sizes(all_runs, mean, options)
     agreement = None
     if exact:
@@ -430,20 +435,22 @@ def attribute_edges(
     return graph
 
 
-def check_budget(nodes: CircuitModel, pairs: Sequence[MetricPair], budget: int) -> None:
-    """Raise if the scores and one run of a circuit need more memory than the budget."""
+def check_budget(nodes: CircuitModel, pairs: Sequence[MetricPair], options: EdgeOptions) -> None:
+    """Raise if the scores, and one run of a circuit if there are curves, need more memory than the
+    budget.
+    """
     num_edges = len(nodes.senders) * len(nodes.receivers)
     parameter = next(nodes.model.parameters())
     width = max(one.shape[-1] for one in nodes.model.parameters() if one.dim() > 1)
     tokens = max(_count_tokens(pair) for pair in pairs)
     # a run holds several tensors as wide as the widest matrix, with a row for every receiver
     bytes_per_run = 4 * len(nodes.receivers) * tokens * width * parameter.element_size()
-    needed = 8 * num_edges * (len(pairs) + 1) + bytes_per_run
-    if needed > budget:
+    needed = 8 * num_edges * (len(pairs) + 1) + (bytes_per_run if options.points else 0)
+    if needed > options.budget:
         raise ValueError(
             f"the graph has {len(nodes.senders):,} senders and {len(nodes.receivers):,} receivers "
             f"and needs about {format_bytes(needed)} for texts of {tokens} tokens, more than the "
-            f"budget of {format_bytes(budget)}; give shorter texts, or a larger budget"
+            f"budget of {format_bytes(options.budget)}; give shorter texts, or a larger budget"
         )
 
 

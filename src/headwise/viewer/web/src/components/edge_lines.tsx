@@ -5,7 +5,7 @@ import type { JSX } from "preact";
 import { isGrouped } from "../actions";
 import { format, t } from "../i18n";
 import { textKey } from "../lab_state";
-import { doc, job, language, runJob, selectedHead, selectedSite, source } from "../state";
+import { doc, job, language, runJob, selectedHead, selectedSite, sites, source } from "../state";
 import { Button, Notes, Panel, PlainTable } from "./basics";
 import { NodeName, readNode, signed } from "./why_panel";
 
@@ -17,7 +17,7 @@ interface Edges {
   corrupt: number;
   count: number;
   edges: [sender: string, receiver: string, score: number, patched: number | null][];
-  agreement: [count: number, correlation: number] | null;
+  agreement: [count: number, correlation: number | null] | null;
   notes: string[];
 }
 
@@ -28,7 +28,8 @@ const shownEdges = () => (found.value?.text === textKey.value ? found.value : nu
 export function EdgePanel(): JSX.Element | null {
   const other = useSignal("");
   const tokens = useSignal("");
-  if (!source.isLive || !doc.value?.capabilities.ablate.possible || isGrouped.value) return null;
+  const isDecoder = sites.value.length > 0 && sites.value.every((site) => site.stack === "decoder");
+  if (!source.isLive || !isDecoder || !doc.value?.capabilities.ablate.possible || isGrouped.value) return null;
   const canRun = other.value.trim() !== "" && !job.value;
   const compute = async () => {
     const text = textKey.value;
@@ -57,7 +58,7 @@ function EdgeTable({ words, clean, corrupt, count, edges, agreement, notes }: Ed
   return (
     <div class="stack" data-testid="edges">
       <p class="sm t2">{t("edges.metric", { first, second, clean: format(clean), other: format(corrupt) })}</p>
-      <p class="t3 xs">{t("edges.explain", { shown: edges.length, count: count.toLocaleString(language.value) })} {agreement && t("edges.agreement", { count: agreement[0], correlation: format(agreement[1]) })}</p>
+      <p class="t3 xs">{t("edges.explain", { shown: edges.length, count: count.toLocaleString(language.value) })} {agreement && agreement[1] !== null && t("edges.agreement", { count: agreement[0], correlation: format(agreement[1]) })}</p>
       <Notes notes={notes} />
       <div class="pairs">
         <PlainTable

@@ -138,7 +138,7 @@ export const viewTexts = {
   "edges.hide": ["Hide edges", "隐藏边"],
   "edges.metric": ["Logit of {first} minus that of {second}: {clean} after the open text, {other} after the other one.", "{first} 的 logit 减去 {second} 的 logit：当前文本之后为 {clean}，另一段文本之后为 {other}。"],
   "edges.explain": ["The {shown} largest of {count} edges: the estimated change of this difference if only this edge carries the other text. Blue raises it, orange lowers it; E embedding, M MLP, Z logits; q, k, v enter a cell from left to right.", "{count} 条边中最大的 {shown} 条：只有这条边传递另一段文本时，该差值的估计变化。蓝色表示升高，橙色表示降低；E 为嵌入，M 为 MLP，Z 为 logits；q、k、v 从左到右进入格子。"],
-  "edges.agreement": ["{count} edges were checked one by one (path patching): estimates and exact changes correlate at {correlation}.", "逐条核对了 {count} 条边（路径修补）：估计值与精确变化的相关系数为 {correlation}。"],
+  "edges.agreement": ["{count} edges, half of them the largest and the others spread over all, were also patched one by one: estimates and exact changes correlate at {correlation}.", "另外逐条修补了 {count} 条边，一半是最大的，其余均匀选自全部的边：估计值与精确变化的相关系数为 {correlation}。"],
   "edges.from": ["from", "从"],
   "edges.to": ["to", "到"],
   "edges.patched": ["exact", "精确值"],
