@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 import headwise as hw
 from attention.backends.fake_cuda import calls_on_cuda, meta_input
-from headwise.attention.backends import BACKENDS, block_sparse, flex
+from headwise.attention.backends import BACKENDS, block_sparse, flex, sdpa
 from headwise.attention.masking.patterns import parse_pattern
 from headwise.attention.masking.sequence_info import AttentionMask, SequenceInfo
 
@@ -121,6 +121,41 @@ def test_flex_is_first_on_cuda_only_where_others_would_loop_or_store_a_bias():
             order = list(hw.why(spec, device=device).reasons_against)
             is_first = order.index("flex") < order.index("block_sparse")
             assert is_first == (device == "cuda" and name in ON_FLEX)
+
+
+DROPPED = hw.design(modifiers=(hw.parts.WeightDropout(0.25),), pattern="causal()", **SIZES)
+
+
+def test_dropout_on_weights_is_that_of_the_fused_call(monkeypatch: pytest.MonkeyPatch):
+    """In training only; on the CPU torch has no such kernel, so that others run there."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    rates: list[float] = []
+
+    def record(*args: Any, dropout_p: float, **options: Any) -> Tensor:
+        rates.append(dropout_p)
+        return attend(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    layer, x = hw.Attention(DROPPED).to("meta"), meta_input(2, 600, 128)
+    with calls_on_cuda() as calls:
+        layer(x).sum().backward()
+        layer.eval()(x)
+    assert calls.backends == ["sdpa", "sdpa"]
+    assert rates == [0.25, 0.0]
+    assert hw.why(DROPPED, device="cpu", tokens=600, when=["training"]).backend != "sdpa"
+
+
+def test_dropped_weights_keep_their_mean(monkeypatch: pytest.MonkeyPatch):
+    """Over many draws, within five standard errors of the mean; no draw equals it."""
+    monkeypatch.setattr(sdpa, "unsupported_reasons", lambda call: [])
+    layer = hw.Attention(DROPPED, backend="sdpa")
+    x = torch.randn(1, 12, 128)
+    with torch.no_grad():
+        expected = layer.eval()(x)
+        draws = torch.cat([layer.train()(x) for _ in range(400)])
+    error = draws.std(0) / 400**0.5
+    assert ((draws.mean(0) - expected[0]).abs() < 5 * error + 1e-6).all()
+    assert float((draws - expected).abs().mean()) > 0.01
 
 
 def compute_all_scores(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:

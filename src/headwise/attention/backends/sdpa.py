@@ -24,8 +24,8 @@ from .core_interface import (
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
-    """Why this call cannot run here."""
-    return fused_call_conflicts(call)
+    """Why this call cannot run here. On the CPU torch drops no weights inside its kernel."""
+    return fused_call_conflicts(call, drops_weights=call.device == "cuda")
 
 
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
@@ -35,9 +35,9 @@ def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list
     return []
 
 
-def fused_call_conflicts(call: CallSignature) -> list[str]:
+def fused_call_conflicts(call: CallSignature, drops_weights: bool = False) -> list[str]:
     """Properties of a call that a fused softmax call does not support, torch's or one of our
-    kernels.
+    kernels; only torch's for CUDA `drops_weights`.
     """
     spec = call.spec
     reasons = []
@@ -59,7 +59,7 @@ def fused_call_conflicts(call: CallSignature) -> list[str]:
             reasons.append(f"{name} is not additive")
         elif isinstance(part, ValueStep):
             reasons.append(f"{name} needs the weights")
-        elif isinstance(part, WeightDropout) and call.training and part.rate > 0:
+        elif isinstance(part, WeightDropout) and dropout_rate(call) and not drops_weights:
             reasons.append(f"{name} needs dropout on weights, which only chunked and dense apply")
     if isinstance(call.pattern, PerHead):
         reasons.append("needs the same pattern for all heads")
@@ -73,6 +73,16 @@ def fused_call_conflicts(call: CallSignature) -> list[str]:
     if not call.heads_in_order:
         reasons.append("needs one output head per query head, in order")
     return reasons
+
+
+def dropout_rate(call: CallSignature) -> float:
+    """The probability that this call drops a weight; 0 outside training."""
+    if not call.training:
+        return 0.0
+    stays = 1.0
+    for _, part in call.spec.parts_of(WeightDropout):
+        stays *= 1 - part.rate
+    return 1 - stays
 
 
 def plain_softmax_conflicts(call: CallSignature) -> list[str]:
@@ -124,6 +134,7 @@ def fused_attention(call: CallSignature, inputs: CoreInputs) -> Tensor:
         k = F.pad(k, (0, 0, 0, 1))
         v = F.pad(v, (0, 0, 0, 1))
     scale = inputs.query_context.scale
+    rate = dropout_rate(call)
     group_size = call.group_size
     if call.single_query and group_size > 1:
         # Query heads that share a key head become rows of one call, which reads it once.
@@ -131,10 +142,17 @@ def fused_attention(call: CallSignature, inputs: CoreInputs) -> Tensor:
         q_BGRK = inputs.q.reshape(batch, heads // group_size, group_size, channels)
         if bias is not None and bias.shape[1] > 1:
             bias = heads_to_rows(bias, group_size)
-        o_BGRV = F.scaled_dot_product_attention(q_BGRK, k, v, bias, scale=scale)
+        o_BGRV = F.scaled_dot_product_attention(q_BGRK, k, v, bias, dropout_p=rate, scale=scale)
         return o_BGRV.reshape(batch, 1, heads, o_BGRV.shape[-1])
     o_BHTV = F.scaled_dot_product_attention(
-        q_BHTK, k, v, bias, is_causal=triangle, scale=scale, enable_gqa=group_size > 1
+        q_BHTK,
+        k,
+        v,
+        bias,
+        dropout_p=rate,
+        is_causal=triangle,
+        scale=scale,
+        enable_gqa=group_size > 1,
     )
     return o_BHTV.transpose(1, 2)
 
