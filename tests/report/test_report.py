@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from headwise.report.data import (
     Series,
     Table,
 )
-from headwise.report.plots import THEMES, draw, figure_style, save_figure
+from headwise.report.plots import THEMES, draw, figure_style, save_figure, to_svg
 from headwise.report.render import (
     colour_text,
     make_page,
@@ -288,3 +289,15 @@ def test_chinese_takes_two_columns():
     assert max(map(text_width, lines)) <= 40 + 2  # a closing mark may stand beyond the margin
     assert [line[:4].strip() for line in lines[1:]] == ["" for _ in lines[1:]]
     assert wrap("one two three", 8, "  ", "   ") == ["  one", "   two", "   three"]
+
+
+def test_titles_of_figures_break_between_chinese_characters():
+    """A title is no wider than its figure, also without spaces."""
+    figure = Figure("注意力" * 20, [HeatMap([[0.5]], ["a"], ["b"], size=(3.0, 1.0))])
+    svg = to_svg(figure, "light", inline=True)
+    lines = [
+        text for text in re.findall(r"<text[^>]*>([^<]*)<", svg) if "注" in text or "意" in text
+    ]
+    assert "".join(lines) == "注意力" * 20
+    assert len(lines) > 2
+    assert max(map(len, lines)) < 20

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import re
-import textwrap
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from ..util.escaping import escape_svg
 from ..util.files import write_atomically
 from ..util.output_paths import FIGURE_FILE, FIGURE_METADATA, Existing, check_output
 from .data import Axis, Bars, Dendrogram, Figure, HeatMap, Links, Panel, Plot, Reference, Series
-from .text import format_count, is_light, spread_labels
+from .text import format_count, is_light, spread_labels, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -232,7 +231,8 @@ def _wrap_title(text: str, inches: float, font_size: float = FONT_SIZE + 1) -> s
     """Return the text in lines that fit a width; a bold character is about 0.64 of its size
     wide.
     """
-    return textwrap.fill(name_undrawable(text), max(8, int(72 * inches / (0.64 * font_size))))
+    columns = max(8, int(72 * inches / (0.64 * font_size)))
+    return "\n".join(wrap(name_undrawable(text), columns))
 
 
 def _shorten(label: str) -> str:
