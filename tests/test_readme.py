@@ -111,6 +111,7 @@ def test_the_readmes_name_every_script():
         "dinov2_from_onnx.py",
         "heads_by_layer.py",
         "headvis_data.py",
+        "induction_circuit.py",
         "whisper_from_ctranslate2.py",
     }
     assert named | in_other_pages == scripts

@@ -49,3 +49,4 @@ _MODULE_OF_NAME = {
 }
 __all__ = sorted(_MODULE_OF_NAME)
 __getattr__ = import_lazily(__name__, _MODULE_OF_NAME)
+__dir__ = __all__.copy

@@ -54,6 +54,7 @@ __all__ = [
     "self_attention_work",
 ]
 __getattr__ = import_lazily(__name__, _MODULE_OF_NAME)
+__dir__ = __all__.copy
 
 
 def count_parameters(spec: AttentionSpec | ModelSpec) -> int:

@@ -118,15 +118,20 @@ def align_columns(
 ) -> list[str]:
     """Return a header and rows as lines with aligned columns.
 
-    Columns that do not fit the width follow below, each time after the first column. A line is cut
-    only if the first column and one more do not fit.
+    Columns that do not fit the width follow below, each time after the first column. That one is
+    cut if it leaves no room for the widest of the others.
 
     >>> align_columns(["键", "n"], [["keys", "22"]], [True, False])
     ['键     n', 'keys  22']
     >>> align_columns(["key", "n", "m"], [["a", "1", "2"]], [True, False, False], width=7)
     ['key  n', 'a    1', '', 'key  m', 'a    2']
+    >>> align_columns(["key", "n"], [["a long name", "12.5"]], [True, False], width=14)
+    ['key          n', 'a long …  12.5']
     """
     columns = list(zip(header, *rows, strict=True))
+    widest = max((text_width(cell) for column in columns[1:] for cell in column), default=-2)
+    most = max(1, width - 2 - widest)
+    columns[:1] = [tuple(cut(cell, most) for cell in column) for column in columns[:1]]
     padded: list[list[str]] = []
     for column, left in zip(columns, to_left, strict=True):
         size = max(map(text_width, column))

@@ -35,6 +35,7 @@ from .text_analysis import text_reader
 
 PARTS = (OUTPUT, *VECTOR_FIELDS)
 NUM_SHOWN = 30  # heads, or edges, of a printed table
+LOW_AGREEMENT = 0.7  # of estimates with exact effects, by Pearson's correlation
 MAX_EXACT = 20  # heads that are also patched one by one, by default
 
 
@@ -89,10 +90,12 @@ class Agreement:
         """The agreement as a note."""
         if math.isnan(self.pearson):
             return f"exact patching of {self.count} has no agreement: all effects are equal"
+        doubt = "; estimates are unreliable here: read those that are patched, or raise steps"
         return (
             f"agreement with exact patching of {self.count}: Pearson {self.pearson:.2f}, Spearman "
             f"{self.spearman:.2f}; {round(self.shared * self.top)} of the {self.top} "
             f"largest among these {self.count} are in both"
+            f"{doubt if self.pearson < LOW_AGREEMENT else ''}"
         )
 
 

@@ -20,13 +20,12 @@ from typing import NamedTuple
 from ...util.errors import check_known, pluralise
 from .dependency_syntax import is_relation_measure
 from .head_metrics import get_metric, metrics_for_criteria
-from .head_table import HeadClass, HeadMeasures, HeadTable, Measure, order_classes
+from .head_table import MIN_ROWS, HeadClass, HeadMeasures, HeadTable, Measure, order_classes
 from .resampling import correct_p_values
 from .word_alignment import ALIGNMENT_PREFIX, ROW_CONVENTIONS
 
 MIN_SCORE = 0.1  # smallest normalised score that earns a class, even if it is significant
 MIN_UNTESTED_SCORE = 0.5  # smallest normalised score that earns a class without a test
-MIN_ROWS = 20  # smallest number of rows behind a class
 SIGNIFICANCE = 0.05
 UNCLEAR = "unclear"
 OFFSET_NAMES = {-1: "previous", 0: "self", 1: "next"}

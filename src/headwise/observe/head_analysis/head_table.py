@@ -62,6 +62,7 @@ KEY_MEASURES = [
     "induction",
 ]
 NUM_STRONGEST = 5
+MIN_ROWS = 20  # smallest number of rows behind a class, and behind a first place
 INTERVAL_NOTE = "low and high: 95 % interval"
 
 
@@ -348,13 +349,15 @@ class HeadTable(NotebookResult):
         return tuple(dict.fromkeys(head.site for head in self.heads))
 
     def sorted_by(self, measure: str) -> tuple[HeadMeasures, ...]:
-        """Return the heads by decreasing value of a measure; heads where it is NaN come last."""
+        """Return the heads by decreasing value of a measure. Heads where it rests on fewer than
+        `MIN_ROWS` rows come after the others, and heads where it is NaN last.
+        """
         measures = self.heads[0].measures if self.heads else {}
         if measure not in measures:
             raise ValueError(
                 f"cannot sort by {measure!r}: it was not measured; use one of {', '.join(measures)}"
             )
-        return tuple(sorted(self.heads, key=lambda head: _descending(head.measures[measure].value)))
+        return tuple(sorted(self.heads, key=lambda head: _descending(head.measures[measure])))
 
     @property
     def data(self) -> dict[str, Any]:
@@ -388,8 +391,10 @@ def _find_head(heads: Sequence[Any], site: str, number: int | None) -> Any:
     raise ValueError(f"there is no head {number} of {site!r} here; the sites are {sites}")
 
 
-def _descending(value: float) -> float:
-    return math.inf if math.isnan(value) else -value
+def _descending(measure: Measure) -> tuple[bool, bool, float]:
+    """Return the key of a measure: NaN last, before it those of few rows."""
+    is_unknown = math.isnan(measure.value)
+    return is_unknown, measure.rows < MIN_ROWS, -measure.value
 
 
 # --- Importance -----------------------------------------------------------------------------------
@@ -493,7 +498,7 @@ class ImportanceResult(NotebookResult):
     @property
     def by_importance(self) -> tuple[HeadImportance, ...]:
         """The heads by decreasing importance; heads with NaN come last."""
-        return tuple(sorted(self.heads, key=lambda head: _descending(head.value)))
+        return tuple(sorted(self.heads, key=lambda head: (math.isnan(head.value), -head.value)))
 
     @property
     def data(self) -> dict[str, Any]:

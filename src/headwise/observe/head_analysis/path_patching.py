@@ -9,6 +9,7 @@ of the clean text, in which everything else is computed as usual.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,24 @@ def describe_pairs(
     return (get_model_name(model), metric, *numbers, tuple(notes))
 
 
+def join_nodes(names: Sequence[str]) -> str:
+    """Return the names of nodes in one text, the heads of a layer together.
+
+    >>> join_nodes(["L17H3.k", "L17H4.k", "L18H6.k", "M2"])
+    'L17:3,4.k+L18H6.k+M2'
+    """
+    heads_of: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        match = re.fullmatch(r"(L\d+)H(\d+)(\.[qkv])?", name)
+        place = (match[1], match[3] or "") if match else (name, "")
+        heads_of.setdefault(place, []).extend([match[2]] if match else [])
+    parts: list[str] = []
+    for (layer, part), heads in heads_of.items():
+        mark = {0: "", 1: "H"}.get(len(heads), ":")
+        parts.append(f"{layer}{mark}{','.join(heads)}{part}")
+    return "+".join(parts)
+
+
 @dataclass(frozen=True)
 class PathEffect:
     """Change of the metric by one path, over pairs of texts; chance is that of random senders."""
@@ -154,7 +173,7 @@ class PathEffect:
     @property
     def name(self) -> str:
         """The path as it is written on the command line."""
-        return f"{'+'.join(self.senders)} -> {'+'.join(self.receivers)}"
+        return f"{join_nodes(self.senders)} -> {join_nodes(self.receivers)}"
 
 
 @dataclass(frozen=True, repr=False)
