@@ -37,6 +37,8 @@ def repeat_tokens(size: int, count: int, period: int, seed: int = 0) -> Tensor:
     """Rows of different random tokens, each row twice: [count, 2 * period]. The first ids, which
     are often special, are left out.
     """
+    if size < 2 * period:
+        raise ValueError(f"{size} tokens are too few for {period} different ones; give a period=")
     generator = torch.Generator().manual_seed(seed)
     ids = torch.arange(min(size - 2 * period, 1000), size)
     rows = [ids[torch.randperm(len(ids), generator=generator)[:period]] for _ in range(count)]
@@ -108,6 +110,8 @@ def find_circuit(model: Any, *, texts: int = 8, period: int = 16, count: int = 5
     first = min(layer for layer, _ in induction)
     previous = [head for head in strongest(table, "previous", len(table.heads)) if head[0] < first]
     previous = previous[:NUM_PREVIOUS]
+    if not previous:
+        raise ValueError(f"{name_of(induction[0])} is in the first layer: no head writes its keys")
     rows = repeat_tokens(size, texts, period, seed=1)
     pairs = make_pairs(rows, size)
     keys, values = ([name_of(head, part) for head in induction] for part in (".k", ".v"))
@@ -116,7 +120,7 @@ def find_circuit(model: Any, *, texts: int = 8, period: int = 16, count: int = 5
     effects = hw.head_analysis.patch_paths(model, pairs, pairs[0][2], paths)
     places = [(clean, -1, period // 2 + 1) for clean, _, _ in pairs]
     score = hw.head_analysis.attribute_score(model, places, name_of(induction[0]), "mean")
-    sets = {"the induction heads": induction, f"{name_of(previous[0])}": previous[:1]}
+    sets = {"the induction heads": induction, name_of(previous[0]): previous[:1]}
     other_rows = repeat_tokens(size, texts, period, seed=2)
     heads = 1 + max(head.head for head in table.heads)
     return Circuit(
@@ -142,4 +146,9 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    try:
+        main(sys.argv[1])
+    except (ValueError, OSError) as error:
+        sys.exit(f"induction_circuit.py: {error}")

@@ -196,11 +196,6 @@ def measure_importance(net: Any, rows: TextRows) -> dict[str, Any]:
     return results
 
 
-def measure_needles(net: Any) -> dict[str, Any]:
-    """Return the retrieval score of every head over hidden needles."""
-    return measure_retrieval(net).data
-
-
 def measure_redundancy(net: Any, rows: TextRows) -> dict[str, Any]:
     """Return how similar the heads are, by the names of the quantities."""
     reader = hw.ExampleReader(net)
@@ -304,7 +299,7 @@ def measure(net: Any, data: Path, sizes: Sizes, store: ResultStore) -> dict[str,
     rows = read_rows(data, tokenizer, sizes)
     sources = {use: [*one.sources, *one.ids.shape] for use, one in rows.items()}
     table = store.measure("heads", lambda: hw.heads(net).data)
-    store.measure("retrieval", lambda: measure_needles(net))
+    store.measure("retrieval", lambda: measure_retrieval(net).data)
     repeated = make_repeated(tokenizer.get_vocab_size(), sizes)
     store.measure("circuit", lambda: measure_circuit(net, table, repeated, sizes.draws))
     importance = store.measure("importance", lambda: measure_importance(net, rows["ranking"]))

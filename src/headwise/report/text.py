@@ -6,6 +6,7 @@ import math
 import textwrap
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from statistics import quantiles
 
 TERMINAL_WIDTH = 80
@@ -119,7 +120,7 @@ def align_columns(
     """Return a header and rows as lines with aligned columns.
 
     Columns that do not fit the width follow below, each time after the first column. That one is
-    cut if it leaves no room for the widest of the others.
+    cut if it leaves no room for the widest column of numbers; longer texts are cut at the width.
 
     >>> align_columns(["键", "n"], [["keys", "22"]], [True, False])
     ['键     n', 'keys  22']
@@ -127,9 +128,12 @@ def align_columns(
     ['key  n', 'a    1', '', 'key  m', 'a    2']
     >>> align_columns(["key", "n"], [["a long name", "12.5"]], [True, False], width=14)
     ['key          n', 'a long …  12.5']
+    >>> align_columns(["key", "why"], [["a name", "a long reason"]], [True, True], width=14)
+    ['key     why', 'a name  a lon…']
     """
     columns = list(zip(header, *rows, strict=True))
-    widest = max((text_width(cell) for column in columns[1:] for cell in column), default=-2)
+    numbers = [column for column, left in zip(columns[1:], to_left[1:], strict=True) if not left]
+    widest = max(map(text_width, chain.from_iterable(numbers)), default=-2)
     most = max(1, width - 2 - widest)
     columns[:1] = [tuple(cut(cell, most) for cell in column) for column in columns[:1]]
     padded: list[list[str]] = []
