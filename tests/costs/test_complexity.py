@@ -134,7 +134,7 @@ def test_from_which_length_attention_is_dearer_by_hand():
         2,
     )
     assert found["self-attention"] is None
-    square = [4 * sums(t, 16, 128) < 4 * 2 * 16 * t * t for t in range(1, 3000)]
+    square = [4 * sums(t, 16, 64) < 4 * 2 * 16 * t * t for t in range(1, 3000)]
     assert found["linear"] == 3000 - square[::-1].index(False)
 
 

@@ -109,7 +109,7 @@ class ComplexityTable:
         ...     print(layer.name, layer.formula, layer.serial, layer.path, layer.dearer)
         self-attention 8 n d^2 + 4 n^2 d 1 1 None
         sliding window 8 n d^2 + 4 d pairs[window(10)] 1 111 2
-        linear 8 n d^2 + sums over tokens 8 1 131
+        linear 8 n d^2 + sums over tokens 16 1 67
         recurrent 4 n d^2 1000 1000 1
         """
         kinds = _list_kinds(sizes)

@@ -119,7 +119,6 @@ MEASURED_ON = {
 # token, gemm: several), bytes of keys and values (ragged), and parameters (bf16_training).
 FROM: dict[str, tuple[float | None, ...]] = {
     "block_sparse": (370, 370, 460, None),
-    "linear": (266, 266, 136, None),
     "flash_cpu": (64, None, 128, NEVER),
     "flash_cpu_full": (64, None, NEVER, NEVER),  # where no pair is masked
     "routed": (1024, None, 750, NEVER),
@@ -137,7 +136,7 @@ UP_TO: dict[str, tuple[float | None, ...]] = {  # keys, and tokens of a product 
     "gemm_tokens_float32": (32768, 0, 64, 4),
     "gemm_tokens_bfloat16": (4, 0, 4, 64),
 }
-FROM_ANY_CLASS = {"block_sparse": 370.0, "linear": 266.0}
+FROM_ANY_CLASS = {"block_sparse": 370.0}
 ONE_THREAD: dict[str, dict[str, float]] = {  # where one thread has another size
     "x86-avx512-bf16": {"gemv_float32": 4194304},
     "x86-amx": {

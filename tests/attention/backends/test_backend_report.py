@@ -153,11 +153,6 @@ def test_states_of_a_call_change_the_answer():
 
 LONG = {
     "block_sparse": {"pattern": "window(20)"},
-    "linear": {
-        "pattern": "causal",
-        "similarity": hw.parts.FeatureMap(),
-        "normaliser": hw.parts.SumNormaliser(),
-    },
     "routed": {"pattern": "causal", "modifiers": (hw.parts.MixtureOfHeads(always=1, active=1),)},
     "flash_cpu": {"pattern": "causal"},
 }

@@ -67,7 +67,6 @@ SLOWER_THAN_DENSE_IF_SHORT = ("sdpa", "bf16_matmul", "flash_cpu", "block_sparse"
 # Crossover points that are numbers of keys.
 POINTS_IN_KEYS = (
     "block_sparse",
-    "linear",
     "routed",
     "flash_cpu",
     "flash_cpu_full",

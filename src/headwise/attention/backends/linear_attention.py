@@ -16,10 +16,11 @@ from .core_interface import (
     CallSignature,
     CoreInputs,
     expand_kv_heads,
+    never_slower,
     no_mask_conflicts,
 )
 
-CHUNK_SIZE = 128  # tokens that are scored before they are added to the state
+CHUNK_SIZE = 64  # tokens that are scored before they are added to the state
 
 
 def boundary_lengths() -> tuple[int, ...]:
@@ -45,15 +46,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     return reasons
 
 
-def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
-    """Why another backend is preferred at this size; calls with a recurrent state run here at every
-    size.
-    """
-    if call.has_recurrent_state:
-        return []
-    return call.slower_below("linear", size, "every score takes less time")
-
-
+slower_reasons = never_slower
 mask_conflicts = no_mask_conflicts
 
 
