@@ -23,7 +23,7 @@ from headwise.studies import process_engine
 from headwise.studies.cells import Cell
 from headwise.studies.process_engine import ProcessEngine
 from headwise.studies.study_file import Study, read_study
-from headwise.studies.study_report import StudyReport, write_report
+from headwise.studies.study_report import StudyReport, describe_protocol, write_report
 from headwise.studies.study_runner import RESULTS_FILE, StudyResults, plan_study, run_study
 from headwise.util.errors import SpecError
 from headwise.util.files import FolderLock
@@ -103,6 +103,13 @@ def test_metrics_are_those_of_the_trained_model(finished: tuple[StudyResults, St
     assert not list((folder / "cells").glob("*/run/curves*.svg"))
     times = cell.result["timing"]
     assert 0 < 6 * times["step"] < times["processor"]
+
+
+def test_the_report_says_how_many_chosen_rates_are_the_highest_tried(finished):
+    results, report, _ = finished
+    highest = [results.rates[name, "recall"] for name in ("mha", "near")].count(0.01)
+    fact = f"chosen rates that are the highest tried: {highest} of 2"  # gqa has one rate
+    assert fact in describe_protocol(report)
 
 
 def test_kill_and_resume_give_the_same_bytes(study_file, study, finished, tmp_path):

@@ -373,7 +373,11 @@ def describe_protocol(report: StudyReport) -> list[str]:
     grid = results.grid
     count = sum(one.stage == REPORT for one in results.cells)
     seconds = sum(one.result.get("timing", {}).get("processor", math.nan) for one in results.cells)
-    rates = set[float]().union(*(grid.rates(*pair) for pair in grid.pairs))
+    tried = {(variant.name, task.name): grid.rates(variant, task) for variant, task in grid.pairs}
+    rates = set[float]().union(*tried.values())
+    highest = [
+        rate == max(tried[pair]) for pair, rate in results.rates.items() if len(tried[pair]) > 1
+    ]
     recipes = {f"{one.steps} steps of {one.batch} examples" for one in grid.recipes.values()}
     facts = {
         "scale": study.scale,
@@ -382,6 +386,7 @@ def describe_protocol(report: StudyReport) -> list[str]:
         "report seeds": ", ".join(map(str, study.seeds)),
         "learning rates": ", ".join(f"{rate:g}" for rate in sorted(rates)),
         "seed whose validation metric chooses the rate": study.tuning_seed,
+        "chosen rates that are the highest tried": f"{sum(highest)} of {len(highest)}",
         "report cells": count,
         "tuning cells": len(results.cells) - count,
         "processor time": format_seconds(seconds),
