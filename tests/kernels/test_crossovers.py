@@ -145,9 +145,7 @@ def test_few_tokens_go_to_torch_where_its_product_was_faster():
 @pytest.mark.parametrize("name", ["x86-avx2", "x86-avx512", "aarch64"])
 def test_results_do_not_depend_on_the_choice(preset: str, name: str):
     layer = hw.Attention(hw.design(preset=preset, model=64, heads=4)).eval()
-    own = points_of_class("x86-avx512-bf16").with_sizes(
-        flash_cpu=0, routed=0, block_sparse=0
-    )
+    own = points_of_class("x86-avx512-bf16").with_sizes(flash_cpu=0, routed=0, block_sparse=0)
     x, outputs, grads = torch.randn(2, 70, 64), [], []
     for points in (own, points_of_class(name)):
         with assume_points(points):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headwise.kernels import head_mixing_triton
 from headwise.kernels.head_statistics import (
     ScoreInputs,
     TokenInputs,
@@ -76,6 +77,47 @@ def random_call(
     return scores._replace(**changed), tokens
 
 
+class MixedHeads:
+    """Random heads and factors of queries and keys, in float64 on the CPU.
+
+    `ranks` are those of queries and keys; `own` is the head of each output.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        ranks: tuple[int, int],
+        groups: int = 1,
+        own: Sequence[int] | None = None,
+    ) -> None:
+        batch, heads, queries, keys = shape
+        self.own = torch.tensor(range(heads) if own is None else own)
+        self.heads_per_group = heads // groups
+        outputs = len(self.own)
+        q_rank, k_rank = ranks
+        shapes = [
+            shape,
+            (batch, queries, q_rank, heads),
+            (batch, queries, q_rank, outputs),
+            (batch, queries, outputs),
+            (batch, k_rank, heads, keys),
+            (batch, k_rank, outputs, keys),
+            (batch, int(k_rank > 0), outputs, keys),
+        ]
+        self.tensors = [torch.randn(*one, dtype=torch.float64) for one in shapes]
+        self.grad = torch.randn(batch, outputs, queries, keys, dtype=torch.float64)
+
+    def arguments(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, int, list[Tensor]]:
+        """Arguments of the kernels."""
+        a, *factors = (one.to(DEVICE, dtype) for one in self.tensors)
+        return a, self.own.to(DEVICE), self.heads_per_group, factors
+
+    def backward(self, dtype: torch.dtype) -> list[Tensor]:
+        """Gradients of the heads and of the six factors by the kernel."""
+        grad = self.grad.to(DEVICE, dtype)
+        return head_mixing_triton.mix_heads_backward(grad, *self.arguments(dtype))
+
+
 def launches() -> dict[str, Callable[[], object]]:
     """Calls whose kernels have every option between them, at usual sizes of a head."""
     torch.manual_seed(0)
@@ -88,4 +130,15 @@ def launches() -> dict[str, Callable[[], object]]:
         "plain": partial(head_statistics, *plain),
         "every option": partial(head_statistics, every, tokens),
         "uniform": partial(uniform_statistics, every, tokens),
+        **mixing_launches(),
     }
+
+
+def mixing_launches() -> dict[str, Callable[[], object]]:
+    """Calls of heads mixed by the ranks of DCMHA, and by the largest ranks."""
+    found: dict[str, Callable[[], object]] = {}
+    for rank, dtype in ((2, torch.bfloat16), (head_mixing_triton.MAX_RANK, torch.float32)):
+        mixed = MixedHeads((1, 8, 32, 128), (rank, rank))
+        found[f"mix, rank {rank}"] = partial(head_mixing_triton.mix_heads, *mixed.arguments(dtype))
+        found[f"mix backward, rank {rank}"] = partial(mixed.backward, dtype)
+    return found

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from . import head_mixing_triton
 from .launch import (
     COMPUTE_DTYPES,
     SIMD_WIDTH,
@@ -38,6 +39,7 @@ from .operand_checks import (
     OperandChecks,
     check_indices,
     forbid_double_backward,
+    is_under_functorch,
     refuse_operands,
 )
 
@@ -94,18 +96,18 @@ HEAD_MIXING_KERNELS = ParallelKernelSet(
 
 # --- The operation `headwise::head_mixing` --------------------------------------------------------
 
-CHECKS = OperandChecks(
-    "head_mixing",
-    a=FLOAT + "B H T S",
-    head_of_output="int64: O",
-    q_source="B T Q H",
-    q_target="B T Q O",
-    q_gate="B T O",
-    k_source="B R H S",
-    k_target="B R O S",
-    k_gate="B 0|1 O S",
-    grad="B O T S?",
-)
+OPERANDS = {
+    "head_of_output": "int64: O",
+    "q_source": "B T Q H",
+    "q_target": "B T Q O",
+    "q_gate": "B T O",
+    "k_source": "B R H S",
+    "k_target": "B R O S",
+    "k_gate": "B 0|1 O S",
+    "grad": "B O T S?",
+}
+CHECKS = OperandChecks("head_mixing", a=FLOAT + "B H T S", **OPERANDS)
+GPU_CHECKS = OperandChecks("head_mixing", a="float32 float16 bfloat16: B H T S", **OPERANDS)
 
 
 @torch.library.custom_op("headwise::head_mixing", mutates_args=(), device_types="cpu")
@@ -165,8 +167,11 @@ def _check_operands(
     grad: Tensor | None,
 ) -> None:
     """Raise ValueError for tensors that do not fit each other, or heads out of range."""
-    CHECKS.check(a, head_of_output, *factors, grad)
-    check_indices("head_mixing", "head_of_output", head_of_output, a.shape[1])
+    if a.is_cpu:
+        CHECKS.check(a, head_of_output, *factors, grad)
+        check_indices("head_mixing", "head_of_output", head_of_output, a.shape[1])
+    else:  # indices are not read, because the host would wait
+        GPU_CHECKS.check(a, head_of_output, *factors, grad)
     heads = a.shape[1]
     num_output_heads = len(head_of_output)
     if (
@@ -216,6 +221,27 @@ def _make_args(
         num_key_gates=kg.shape[1] * num_output_heads,
         heads_per_group=heads_per_group,
     )
+
+
+@mix_heads_by_factors.register_kernel("cuda")
+def _(a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]) -> Tensor:
+    _check_operands(a, head_of_output, heads_per_group, factors, None)
+    return head_mixing_triton.mix_heads(a, head_of_output, heads_per_group, factors)
+
+
+@mix_heads_by_factors_backward.register_kernel("cuda")
+def _(
+    grad: Tensor, a: Tensor, head_of_output: Tensor, heads_per_group: int, factors: list[Tensor]
+) -> list[Tensor]:
+    _check_operands(a, head_of_output, heads_per_group, factors, grad)
+    return head_mixing_triton.mix_heads_backward(grad, a, head_of_output, heads_per_group, factors)
+
+
+def can_mix(a: Tensor, rank: int) -> bool:
+    """Return True if a kernel of this device mixes these heads by factors of this rank."""
+    if a.is_cpu:
+        return HEAD_MIXING_KERNELS.can_run(a)
+    return head_mixing_triton.can_mix(a, rank) and not is_under_functorch()
 
 
 @mix_heads_by_factors.register_fake

@@ -104,7 +104,7 @@ class OperandChecks:
         Shapes, dtypes and devices that were accepted before are not compared again: this runs
         before every call of a kernel.
         """
-        signature = tuple([t if t is None else (t.shape, t.dtype, t.is_cpu) for t in tensors])
+        signature = tuple([t if t is None else (t.shape, t.dtype, t.device) for t in tensors])
         if signature not in self.accepted:
             self._check_signature(tensors)
             if len(self.accepted) >= MAX_ACCEPTED:
@@ -137,9 +137,9 @@ class OperandChecks:
             if tensor.dtype not in dtypes or not operand.matches_shape(tensor.shape, sizes):
                 fact = f"{operand.name} is {tensor.dtype} {list(tensor.shape)}"
                 refuse_operands(self.operation, fact, f"give {operand.expected(dtypes, sizes)}")
-            if not tensor.is_cpu:
+            if first is not None and tensor.device != first.device:
                 fact = f"{operand.name} {list(tensor.shape)} is on {tensor.device}"
-                refuse_operands(self.operation, fact, "give a tensor on the CPU")
+                refuse_operands(self.operation, fact, f"give a tensor on {first.device}")
 
     def check_memory(self, name: str, tensor: Tensor) -> None:
         """Raise ValueError if the storage of a tensor is too small for it."""

@@ -248,7 +248,7 @@ class DynamicComposition(Mix):
         return mixed
 
     def fused_mix(self, a_BHTS: Tensor, factors: MixFactors, p: PartParams) -> Tensor:
-        if not composing.HEAD_MIXING_KERNELS.can_run(a_BHTS):
+        if not composing.can_mix(a_BHTS, self.rank):
             return self.mix(a_BHTS, factors, p)
         heads = a_BHTS.shape[1]
         on_weights = self.on == "weights"
