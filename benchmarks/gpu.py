@@ -152,12 +152,18 @@ def _waits_for_device(run: Callable[[], Any]) -> bool:
     return False
 
 
-def decode_greedily(net: hw.Transformer, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+def decode_greedily(
+    net: hw.Transformer,
+    ids: torch.Tensor,
+    new_tokens: int,
+    step: Callable[..., torch.Tensor] | None = None,
+    kind: str = "smallest",
+) -> torch.Tensor:
     """Continue ids [1, tokens], one token a step; `hw.generate` would need a package more."""
-    cache = net.cache(batch=1, capacity=ids.shape[1] + new_tokens)
+    cache = net.cache(batch=1, capacity=ids.shape[1] + new_tokens, kind=kind)
     generated = [ids]
-    for _ in range(new_tokens):
-        logits = net(generated[-1], cache=cache)
+    for number in range(new_tokens):
+        logits = (step if step and number else net)(generated[-1], cache=cache)
         generated.append(logits[:, -1:].argmax(-1))
     return torch.cat(generated, 1)
 
@@ -171,6 +177,9 @@ def measure_decoding(device: str, sizes: Sizes = SIZES) -> dict[str, float]:
     net = hw.build(hw.families.read_model_spec(config), seed=0).to(device, torch.bfloat16).eval()
     ids = torch.ones(1, PROMPT_TOKENS, dtype=torch.long, device=device)
     run: dict[str, Callable[[], Any]] = {"headwise": lambda: decode_greedily(net, ids, new_tokens)}
+    if device == "cuda":
+        step = torch.compile(net, mode="reduce-overhead")
+        run["headwise, compiled"] = lambda: decode_greedily(net, ids, new_tokens, step, "static")
     if find_spec("transformers") is not None:
         import transformers
 

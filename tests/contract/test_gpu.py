@@ -98,3 +98,13 @@ def test_decoding_is_one_pass_there_too(name):
     with torch.no_grad():
         steps = torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1)
         torch.testing.assert_close(steps, layer(x), rtol=1e-3, atol=1e-3)
+
+
+def test_compiled_generation_is_the_same():
+    config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 50}
+    net = hw.build(hw.families.read_model_spec(config), seed=0).cuda()
+    prompts = [[3, 1, 4], [1, 5]]
+    compiled = hw.DecodingConfig(compile=True)
+    for count in (8, 90, 8):
+        expected = hw.generate(net, prompts, max_new_tokens=count)
+        assert hw.generate(net, prompts, max_new_tokens=count, config=compiled) == expected

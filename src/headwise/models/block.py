@@ -190,7 +190,7 @@ class TransformerLayer(nn.Module):
         if self.spec.mixer and kind == "static":
             raise SpecError(
                 f"the mixer of {self.name} counts its tokens on the host, so it has no static "
-                "cache; leave kind out"
+                "cache; leave out kind='static' or compile=True"
             )
         caches: dict[str, TokenCache] = (
             {"mixer": self.mixer.cache(batch)} if self.spec.mixer else {}

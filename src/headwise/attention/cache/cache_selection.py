@@ -184,12 +184,13 @@ def check_cache_kind(spec: AttentionSpec, kind: str) -> None:
         raise SpecError(f"kind={kind!r} is unknown; {suggest(str(kind), CACHE_KINDS)}")
     if kind == "static" and spec.is_recurrent:
         raise SpecError(
-            "a recurrent state has no tokens that a static cache could keep; leave kind out"
+            "a recurrent state has no tokens that a static cache could keep; leave out "
+            'kind="static" or compile=True'
         )
     if kind == "static" and spec.pattern.tokens_before_decode:
         raise SpecError(
             f"pattern {spec.pattern.text} needs its first tokens together, which a static cache "
-            "cannot check; leave kind out"
+            'cannot check; leave out kind="static" or compile=True'
         )
 
 

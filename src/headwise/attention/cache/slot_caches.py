@@ -397,6 +397,10 @@ class StaticCache(SlotCache):
         self._is_empty = True
         self._next_position = torch.zeros(batch, dtype=torch.int64, device=device)
         self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
+        if device.type == "cuda":  # a captured graph writes to these addresses
+            rows = (self._next_position, self._segment, self.tokens.position, self.tokens.segment)
+            for tensor in (self.length, *rows, *self.entry.values()):
+                torch._dynamo.mark_static_address(tensor, guard=False)
 
     @property
     def used(self) -> int:

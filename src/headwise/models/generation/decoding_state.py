@@ -4,6 +4,7 @@ sampled, or by beam search.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from ...kernels.devices import to_float64
 from ...util.errors import SpecError, pluralise
 from ..embeddings_heads import CheckedIds, pool_last
 from ..model_spec import ModelSpec, StackSpec
-from ..transformer import EncoderOutput, Transformer
+from ..transformer import EncoderOutput, ModelCache, Transformer
 from .decoding_config import DEFAULT_DECODING, MIN_TEMPERATURE, DecodingConfig
 from .text_output import Completion
 
@@ -132,6 +133,8 @@ def filter_logits(logits: Tensor, config: DecodingConfig) -> Tensor:
 # finished rows leave the caches once at most this fraction continues, as copying costs a few steps
 COMPACTION_THRESHOLD = 0.75
 TokenChooser = Callable[[Tensor, TokenHistory], Tensor]  # as `choose_tokens`
+# caches of compiled steps have a multiple of these slots, so that few sizes are compiled
+CAPACITY_STEP = 64
 
 
 class DecodingState:
@@ -149,15 +152,23 @@ class DecodingState:
         max_new_tokens: int,
         sequence: SequenceInfo | None = None,
         encoder_output: EncoderOutput | None = None,
+        compile: bool = False,
     ) -> None:
         self.net = net
+        self.is_compiled = compile
         self.memory = encoder_output
         self.count = max_new_tokens
         self.texts = _real_token_ids(prompt, sequence)
         self.rows = list(range(len(self.texts)))
         check_prompt_length(net.spec, max(map(len, self.texts)), max_new_tokens)
         at = sequence or SequenceInfo.contiguous(0, prompt.shape[1], prompt.device)
-        self.cache = net.cache(batch=len(prompt), capacity=prompt.shape[1] + max_new_tokens)
+        capacity = prompt.shape[1] + max_new_tokens
+        self.step = _run_step
+        if compile:
+            capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
+            self.step = _compile_step(prompt.device.type)
+        kind = "static" if compile else "smallest"
+        self.cache = net.cache(batch=len(prompt), capacity=capacity, kind=kind)
         h = net.hidden(prompt, sequence=at, source=encoder_output, cache=self.cache)
         self.logits = net.apply_head(pool_last(h, at)[:, None])[:, 0]
 
@@ -167,8 +178,7 @@ class DecodingState:
         """
         for text, token_id in zip(self.texts, ids, strict=True):
             text.append(token_id)
-        x = CheckedIds(chosen[:, None])
-        self.logits = self.net(x, source=self.memory, cache=self.cache)[:, -1]
+        self.logits = self.step(self.net, chosen[:, None], self.memory, self.cache)
 
     def keep(self, index: Sequence[int]) -> None:
         """Keep the rows with these indices, in this order; an index may repeat."""
@@ -182,6 +192,21 @@ class DecodingState:
         self.rows = rows
         self.logits = self.logits[at]
         self.texts = [list(self.texts[n]) for n in index]
+
+
+def _run_step(
+    net: Transformer, ids: Tensor, memory: EncoderOutput | None, cache: ModelCache
+) -> Tensor:
+    """Return the logits [rows, vocabulary] that follow one more token of each row."""
+    return net(CheckedIds(ids), source=memory, cache=cache)[:, -1]
+
+
+@functools.cache
+def _compile_step(device: str) -> Callable[..., Tensor]:
+    """Return the decode step compiled for a kind of device: one function for all models, because
+    torch keeps a graph for each of them.
+    """
+    return torch.compile(_run_step, mode="reduce-overhead" if device == "cuda" else None)
 
 
 def run_decode_steps(
@@ -206,7 +231,7 @@ def run_decode_steps(
         going = [n for n, row in enumerate(state.rows) if not completions[row].over]
         if not going:
             break
-        if len(going) <= COMPACTION_THRESHOLD * len(ids):
+        if not state.is_compiled and len(going) <= COMPACTION_THRESHOLD * len(ids):
             state.keep(going)
             ids = [ids[n] for n in going]
             chosen = chosen[torch.tensor(going, device=chosen.device)]

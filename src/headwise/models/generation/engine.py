@@ -237,6 +237,8 @@ class Engine:
         a `RandomStream` to sample from.
         """
         generator = TextGenerator.from_options(self.net, max_new_tokens, temperature, config)
+        if config.compile:
+            raise ValueError("the engine does not compile its steps; leave compile=True out")
         if config.beams > 1:
             raise ValueError(
                 f"the engine does not support beam search (beams={config.beams}); call hw.generate"

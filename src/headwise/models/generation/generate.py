@@ -231,7 +231,12 @@ class TextGenerator:
             source = net.encode(ids, sequence=sequence)
             ids, sequence = torch.tensor([start_ids] * len(ids), device=device), None
         return DecodingState(
-            net, ids, max_new_tokens=self.count, sequence=sequence, encoder_output=source
+            net,
+            ids,
+            max_new_tokens=self.count,
+            sequence=sequence,
+            encoder_output=source,
+            compile=self.how.compile,
         )
 
     def _make_chooser(self, state: DecodingState, streams: Sequence[RandomStream]) -> TokenChooser:

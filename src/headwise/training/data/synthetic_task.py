@@ -58,10 +58,12 @@ NETWORKS = {  # and the kinds of models that can have them
     "gru": ("decoder",),
     "conv": ("decoder",),
     "conv-dilated": ("decoder",),
+    "conv-first": ("decoder",),
     "gru-fixed": ("encoder-decoder",),
     "gru-additive": ("encoder-decoder",),
     "gru-dot": ("encoder-decoder",),
 }
+WITH_ATTENTION = ("transformer", "conv-first")  # networks whose self-attention is kept
 MAX_LAYERS = 1 << 10  # of a small model
 CONVOLUTION_KERNEL = 4  # as many parameters as self-attention
 
@@ -76,7 +78,8 @@ class ModelShape(CheckedDataclass):
 
     network="transformer" has self-attention. The others replace it by what needs no positions.
     Decoders: "gru" is a gated recurrent unit, "conv" a causal convolution of 4 tokens,
-    "conv-dilated" one with tokens 4 times further apart in every layer (1609.03499).
+    "conv-dilated" one with tokens 4 times further apart in every layer (1609.03499). "conv-first"
+    replaces it in the first layer only, by "conv".
     Encoder-decoders have a gated recurrent unit: in "gru-fixed" the decoder starts from the
     encoder's last state and reads nothing else of the source (1406.1078), in "gru-additive" it also
     has additive cross-attention (1409.0473), in "gru-dot" scaled dot-product cross-attention.
@@ -104,14 +107,15 @@ class ModelShape(CheckedDataclass):
         """Return the pre-norm blocks of a stack; `cross` is the pattern of their cross-attention,
         if any.
         """
-        if self.network != "transformer":
+        if self.network not in WITH_ATTENTION:
             return [self._mixer_block(cross, depth) for depth in range(self.layers)]
         modifiers = (find_class("Rotary")(),) if self.positions == "rotary" else ()
         attention = design(model=self.width, heads=self.heads, pattern=pattern, modifiers=modifiers)
         cross_attention = None
         if cross:
             cross_attention = design(model=self.width, heads=self.heads, pattern=cross)
-        return [BlockSpec(attention, cross_attention, self._feed)] * self.layers
+        blocks = [BlockSpec(attention, cross_attention, self._feed)] * self.layers
+        return [self._mixer_block(cross, 0), *blocks[1:]] if self.network == "conv-first" else blocks
 
     @property
     def _feed(self) -> FeedForwardSpec | None:
@@ -134,7 +138,7 @@ class ModelShape(CheckedDataclass):
 
     def embedding(self, vocab_size: int, table: str = "") -> EmbeddingSpec:
         """Token embedding; `table` names the stack to share weights with."""
-        has_positions = self.positions == "sinusoidal" and self.network == "transformer"
+        has_positions = self.positions == "sinusoidal" and self.network in WITH_ATTENTION
         positions = PositionSpec("sinusoidal") if has_positions else None
         return EmbeddingSpec(vocab_size, positions=positions, table=table)
 
