@@ -341,6 +341,20 @@ def test_cached_steps_of_padded_rows_give_the_outputs_of_each_row_alone(network:
     torch.testing.assert_close(new[0, -1], alone[0, -1], rtol=1e-10, atol=1e-10)
 
 
+def test_a_convolution_in_place_of_the_first_attention():
+    spec = make_small_decoder("small", VOCAB, ModelShape(WIDTH, HEADS, 3, network="conv-first"))
+    plain = make_small_decoder("small", VOCAB, ModelShape(WIDTH, HEADS, 3))
+    first, *others = spec.stacks[0].layers
+    assert first.mixer == bp.ConvolutionSpec(kernel=4)
+    assert first.attention is None
+    assert others == list(plain.stacks[0].layers[1:])
+    net = hw.build(spec, seed=0).double()
+    x = torch.randint(VOCAB, (2, 9))
+    cache = net.cache(batch=2, capacity=9)
+    steps = [net(x[:, t : t + 1], cache=cache) for t in range(9)]
+    torch.testing.assert_close(torch.cat(steps, 1), net(x), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("network", DECODERS)
 def test_a_cache_holds_no_more_memory_than_its_states(network: str):
     net = built_decoder(network)

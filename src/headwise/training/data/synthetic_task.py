@@ -115,7 +115,9 @@ class ModelShape(CheckedDataclass):
         if cross:
             cross_attention = design(model=self.width, heads=self.heads, pattern=cross)
         blocks = [BlockSpec(attention, cross_attention, self._feed)] * self.layers
-        return [self._mixer_block(cross, 0), *blocks[1:]] if self.network == "conv-first" else blocks
+        return (
+            [self._mixer_block(cross, 0), *blocks[1:]] if self.network == "conv-first" else blocks
+        )
 
     @property
     def _feed(self) -> FeedForwardSpec | None:
