@@ -4,7 +4,6 @@ sampled, or by beam search.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -201,12 +200,17 @@ def _run_step(
     return net(CheckedIds(ids), source=memory, cache=cache)[:, -1]
 
 
-@functools.cache
+COMPILED_STEPS: dict[str, Callable[..., Tensor]] = {}  # by kind of device
+
+
 def _compile_step(device: str) -> Callable[..., Tensor]:
     """Return the decode step compiled for a kind of device: one function for all models, because
     torch keeps a graph for each of them.
     """
-    return torch.compile(_run_step, mode="reduce-overhead" if device == "cuda" else None)
+    if device not in COMPILED_STEPS:
+        mode = "reduce-overhead" if device == "cuda" else None
+        COMPILED_STEPS[device] = torch.compile(_run_step, mode=mode)
+    return COMPILED_STEPS[device]
 
 
 def run_decode_steps(
