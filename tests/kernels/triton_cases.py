@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.kernels import head_mixing_triton
+from headwise.kernels import head_mixing_triton, open_query_attention
 from headwise.kernels.head_statistics import (
     ScoreInputs,
     TokenInputs,
@@ -131,6 +131,7 @@ def launches() -> dict[str, Callable[[], object]]:
         "every option": partial(head_statistics, every, tokens),
         "uniform": partial(uniform_statistics, every, tokens),
         **mixing_launches(),
+        **open_query_launches(),
     }
 
 
@@ -142,3 +143,45 @@ def mixing_launches() -> dict[str, Callable[[], object]]:
         found[f"mix, rank {rank}"] = partial(head_mixing_triton.mix_heads, *mixed.arguments(dtype))
         found[f"mix backward, rank {rank}"] = partial(mixed.backward, dtype)
     return found
+
+
+class OpenQueries:
+    """Random queries, keys and values in float64 on the CPU, and the queries that are open.
+
+    `shape` is batch, queries, keys, heads and key heads; `dims` are the channels of keys and
+    values.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int, int],
+        dims: tuple[int, int],
+        share: float,
+        ahead: int = 0,
+    ) -> None:
+        batch, queries, keys, heads, kv_heads = shape
+        dim, vdim = dims
+        shapes = [(queries, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, vdim)]
+        self.tensors = [torch.randn(batch, *one, dtype=torch.float64) for one in shapes]
+        self.grad = torch.randn(batch, queries, heads, vdim, dtype=torch.float64)
+        self.opened = torch.rand(batch, queries, heads) < share
+        self.ahead = ahead
+        self.scale = dim**-0.5
+
+    def run(self, dtype: torch.dtype) -> list[Tensor]:
+        """The outputs by the kernel, and the gradients of queries, keys and values."""
+        options = self.opened.to(DEVICE), self.ahead, self.scale
+        tensors = [one.to(DEVICE, dtype) for one in self.tensors]
+        out, lse = open_query_attention.attend(*tensors, *options)
+        grad = self.grad.to(DEVICE, dtype)
+        gradients = open_query_attention.attend_backward(grad, [*tensors, out, lse], *options)
+        return [out, *gradients]
+
+
+def open_query_launches() -> dict[str, Callable[[], object]]:
+    """Calls at usual widths of a head, and at the largest."""
+    shape = (1, 128, 128, 4, 2)
+    return {
+        f"open queries, {dtype}, {dim}": partial(OpenQueries(shape, (dim, dim), 0.5).run, dtype)
+        for dtype, dim in ((torch.bfloat16, 64), *open_query_attention.MAX_DIM.items())
+    }

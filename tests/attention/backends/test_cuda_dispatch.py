@@ -17,6 +17,7 @@ from attention.backends.fake_cuda import calls_on_cuda, meta_input
 from headwise.attention.backends import BACKENDS, block_sparse, flex, sdpa
 from headwise.attention.masking.patterns import parse_pattern
 from headwise.attention.masking.sequence_info import AttentionMask, SequenceInfo
+from headwise.kernels import triton_support
 
 SIZES = {"model": 128, "heads": 4}
 SPECS = {
@@ -81,6 +82,22 @@ def test_whole_sequences_forward_and_backward(name: str):
     assert y.shape == x.shape
     assert grads[0] is not None
     assert hw.why(SPECS[name], device="cuda", tokens=600, when=["grad"]).backend == WHOLE[name]
+
+
+def test_long_texts_skip_closed_heads_where_triton_is_installed(monkeypatch: pytest.MonkeyPatch):
+    x = meta_input(2, 2100, 128)
+    backends = []
+    for triton in (None, SimpleNamespace()):
+        monkeypatch.setattr(triton_support, "triton", triton)
+        layer = hw.Attention(SPECS["moh"]).to("meta")
+        with calls_on_cuda() as calls:
+            layer(x).sum().backward()
+            layer(x[:, :2047])
+        backends.append(calls.backends)
+    assert backends == [["sdpa", "sdpa"], ["routed", "sdpa"]]
+    monkeypatch.setattr(triton_support, "triton", None)
+    reasons = hw.why(SPECS["moh"], device="cuda").reasons_against["routed"]
+    assert reasons == ["needs Triton on CUDA, which is not installed"]
 
 
 @pytest.mark.parametrize("name", STEP)
@@ -262,6 +279,6 @@ def test_masks_of_documents_are_kept_with_their_positions():
 
 def test_no_backend_of_the_cpu_supports_a_call_on_cuda():
     for name, reasons in hw.why(SPECS["causal"], device="cuda").reasons_against.items():
-        if name in ("ragged", "flash_cpu", "routed"):
+        if name in ("ragged", "flash_cpu"):
             assert any("for the CPU only" in reason for reason in reasons), name
     assert set(WHOLE.values()) | set(STEP.values()) <= set(BACKENDS)

@@ -113,18 +113,26 @@ def _key_ranges(attention_mask: AttentionMask) -> tuple[Tensor | None, int | Non
     return None if ends is None else (ends, None)
 
 
+def keys_ahead(attention_mask: AttentionMask) -> int | None:
+    """How many keys after its own number a query reads: all for a full mask; None if the mask is
+    neither full nor causal, as far as is known without reading tensors.
+    """
+    if attention_mask.shape == "full":
+        return attention_mask.keys.count
+    if attention_mask.shape == "triangle":
+        return 0
+    return _causal_offset(attention_mask)
+
+
 def key_range_table(attention_mask: AttentionMask, q: Tensor) -> Tensor | None:
     """The first key and the end of the keys of each query, [1 or B, T, 2]; None if some query's
     keys have gaps.
     """
-    num_keys = attention_mask.keys.count
-    is_full = attention_mask.shape == "full"
-    offset = _causal_offset(attention_mask)
-    if not is_full and offset is None:
+    ahead = keys_ahead(attention_mask)
+    if ahead is None:
         return _allowed_ranges(attention_mask)
-    end = torch.full((q.shape[1],), num_keys, device=q.device)
-    if not is_full and offset is not None:
-        end = (torch.arange(q.shape[1], device=q.device) + offset + 1).clamp_(max=num_keys)
+    end = torch.arange(q.shape[1], device=q.device) + ahead + 1
+    end.clamp_(max=attention_mask.keys.count)
     return torch.stack([torch.zeros_like(end), end], -1)[None]
 
 

@@ -16,14 +16,17 @@ from ...kernels.flash_attention import (
     WorkItems,
     gathered_attention,
 )
+from ...kernels.open_query_attention import MAX_DIM, attend_open_queries, can_run
 from ..interfaces import Gate, OutputStep
 from ..interfaces.core_types import CallSize
 from ..masking.patterns import Causal
-from . import flash_cpu
+from ..masking.sequence_info import AttentionMask
+from . import flash_cpu, sdpa
 from .core_interface import CallSignature, CoreInputs
 
+# An estimate: no GPU has measured from which length on the packed queries take less time.
+MIN_KEYS_ON_GPU = 2048
 boundary_lengths = flash_cpu.boundary_lengths
-mask_conflicts = flash_cpu.mask_conflicts
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
@@ -36,7 +39,7 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
         reasons.append("gradients pass the gates of closed heads, so their outputs are needed")
     elif call.head_group is not None:
         reasons.append("packs all heads of a layer, which must have the same pattern")
-    reasons += flash_cpu.unsupported_reasons(call)
+    reasons += _device_conflicts(call)
     for _, step in spec.parts_of(OutputStep):
         if step.combines_rows or step.required_score_heads(spec, frozenset({0})) != {0}:
             reasons.append("an output step combines heads before the gates")
@@ -49,9 +52,37 @@ def unsupported_reasons(call: CallSignature) -> list[str]:
     return reasons
 
 
+def _device_conflicts(call: CallSignature) -> list[str]:
+    if not can_run(call.device):
+        if call.device == "cuda":
+            return ["needs Triton on CUDA, which is not installed"]
+        return flash_cpu.unsupported_reasons(call)
+    reasons = sdpa.plain_softmax_conflicts(call)
+    most = MAX_DIM.get(call.dtype, 0)
+    dtype = str(call.dtype).removeprefix("torch.")
+    if not most:
+        reasons.append(f"does not support {dtype} on {call.device}")
+    elif max(call.core.dim, call.core.vdim) > most:
+        reasons.append(f"needs heads of at most {most} channels in {dtype} on {call.device}")
+    if call.single_query:
+        reasons.append("needs more than one query per row")
+    return reasons
+
+
 def slower_reasons(call: CallSignature, size: CallSize, mask_shape: str) -> list[str]:
     """Why another backend is preferred at this size."""
+    if can_run(call.device) and size.keys < MIN_KEYS_ON_GPU:
+        return [f"all heads take less time below {MIN_KEYS_ON_GPU:,} keys, by estimate"]
     return call.slower_below("routed", size, "all heads take less time")
+
+
+def mask_conflicts(call: CallSignature, attention_mask: AttentionMask) -> list[str]:
+    """Why this mask cannot run here."""
+    if not can_run(call.device):
+        return flash_cpu.mask_conflicts(call, attention_mask)
+    if flash_cpu.keys_ahead(attention_mask) is None:
+        return ["needs a full or causal mask of texts without padding"]
+    return []
 
 
 def _open_shares(call: CallSignature) -> list[tuple[Fraction, ...] | None]:
@@ -68,13 +99,19 @@ def _open_shares(call: CallSignature) -> list[tuple[Fraction, ...] | None]:
 
 def executed_flops(call: CallSignature, size: CallSize) -> int:
     """FLOPs if every head is open for its gate's share of the tokens, evenly spaced."""
+    pairs = _expected_pairs(call, size)
+    return int(call.core.flops(size.batch) * pairs / len(call.core.key_head_of_query))
+
+
+def _expected_pairs(call: CallSignature, size: CallSize) -> Fraction:
+    """Scores of all heads of a batch row, if open queries are evenly spaced."""
     shares = min(filter(None, _open_shares(call)), key=sum)
     is_causal = call.pattern == Causal()
     pairs = Fraction(0)
     for first in range(0, len(shares), call.group_size):
         rows_per_token = sum(shares[first : first + call.group_size], Fraction(0))
         pairs += _pairs_of_tiles(rows_per_token, size, is_causal)
-    return int(call.core.flops(size.batch) * pairs / len(call.core.key_head_of_query))
+    return pairs
 
 
 def _pairs_of_tiles(rows_per_token: Fraction, size: CallSize, is_causal: bool) -> Fraction:
@@ -96,6 +133,13 @@ def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
         for shares, gate in zip(_open_shares(call), inputs.gates, strict=True):
             if shares is not None:
                 opened &= gate[..., 0] != 0
+    if can_run(call.device):
+        ahead = flash_cpu.keys_ahead(inputs.mask)
+        assert ahead is not None, "mask_conflicts refuses such a mask"
+        size = CallSize(q.shape[0], q.shape[1], 0, k.shape[1])
+        num_pairs = int(size.batch * _expected_pairs(call, size))
+        scale = inputs.query_context.scale
+        return attend_open_queries(q, k, v, opened, ahead, scale, num_pairs)[0]
     if not FLASH_ATTENTION_KERNELS.is_usable(q.dtype):  # it is being compiled
         return flash_cpu.attend(call, inputs) * opened[..., None]
     with torch.no_grad():
