@@ -198,9 +198,7 @@ def backward_queries_kernel(operands, gradients, d_q, factor, sizes):
             exist = columns < sizes.keys
             k = load_channels(operands.k, shared, columns, exist, sizes.dim, sizes.dims)
             v = load_channels(operands.v, shared, columns, exist, sizes.vdim, sizes.vdims)
-            _, d_scores = backward_tile(
-                q, k, v, grad, lse, delta, rows, columns, inside, sizes
-            )
+            _, d_scores = backward_tile(q, k, v, grad, lse, delta, rows, columns, inside, sizes)
             sums = tl.dot(d_scores.to(k.dtype), k, sums, input_precision="ieee")
         store_channels(d_q, own, rows, inside, sums * factor, sizes.dim, sizes.dims)
 

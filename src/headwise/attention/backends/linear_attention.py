@@ -5,6 +5,7 @@ recurrent state.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from .core_interface import (
 )
 
 CHUNK_SIZE = 64  # tokens that are scored before they are added to the state
+CHUNKS_TOGETHER = 32  # chunks whose states are in memory together, as rows of a batch
 
 
 def boundary_lengths() -> tuple[int, ...]:
@@ -184,17 +186,50 @@ class _StateReader:
     def read_causal_chunks(
         self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]
     ) -> Tensor:
-        """o_BHTV under a causal mask, chunk by chunk: the scores of a chunk, and the state of all
-        earlier tokens.
+        """o_BHTV under a causal mask: the scores of each chunk, and the state of all tokens before
+        it. Whole chunks behind the first are rows of a batch, `CHUNKS_TOGETHER` at a time.
         """
-        chunks: list[Tensor] = []
-        for start in range(0, q_BHTK.shape[2], CHUNK_SIZE):
-            q, k, v = (t[:, :, start : start + CHUNK_SIZE] for t in (q_BHTK, k_BHSK, v_BHSV))
-            causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-            chunks.append(self.read_state_and_keys(q, k, v, causal, state if start else None))
-            if start + CHUNK_SIZE < q_BHTK.shape[2]:
-                state = self._update_state(state, k, v)
-        return torch.cat(chunks, 2) if chunks else torch.zeros_like(v_BHSV)
+        count = q_BHTK.shape[2]
+        whole = count // CHUNK_SIZE * CHUNK_SIZE
+        bounds = [0, *range(CHUNK_SIZE, whole, CHUNKS_TOGETHER * CHUNK_SIZE), whole, count]
+        outputs: list[Tensor] = []
+        for start, end in pairwise(bounds):
+            if start < end:
+                chunks = [_split_chunks(one[:, :, start:end]) for one in (q_BHTK, k_BHSK, v_BHSV)]
+                before, state = self._states_of_chunks(state, *chunks[1:], is_last=end == count)
+                outputs.append(self._read_chunks(*chunks, before if start else None))
+        return torch.cat(outputs, 2) if outputs else torch.zeros_like(v_BHSV)
+
+    def _read_chunks(
+        self,
+        q_BCHTK: Tensor,
+        k_BCHSK: Tensor,
+        v_BCHSV: Tensor,
+        before: Mapping[str, Tensor] | None,
+    ) -> Tensor:
+        """o_BHTV of whole chunks, with the states before them."""
+        batch, _, _, size, _ = q_BCHTK.shape
+        causal = torch.ones(size, size, dtype=torch.bool, device=q_BCHTK.device).tril()
+        rows = (one.flatten(0, 1) for one in (q_BCHTK, k_BCHSK, v_BCHSV))
+        state = before and {name: one.flatten(0, 1) for name, one in before.items()}
+        o = self.read_state_and_keys(*rows, causal, state)
+        return o.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+
+    def _states_of_chunks(
+        self, state: Mapping[str, Tensor], k_BCHSK: Tensor, v_BCHSV: Tensor, is_last: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The state before each chunk, [B, C, ...], and that after all, unless it is the last."""
+        batch, chunks = k_BCHSK.shape[:2]
+        added = chunks - is_last
+        none = {name: torch.zeros_like(one[:1]) for name, one in state.items()}
+        rows = (one[:, :added].flatten(0, 1) for one in (k_BCHSK, v_BCHSV))
+        sums = self._update_state(none, *rows)
+        states = {
+            name: torch.cat([one[:, None], sums[name].unflatten(0, (batch, added))], 1).cumsum(1)
+            for name, one in state.items()
+        }
+        before = {name: one[:, :chunks] for name, one in states.items()}
+        return before, {name: one[:, -1] for name, one in states.items()}
 
     def _update_state(
         self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor
@@ -206,3 +241,9 @@ class _StateReader:
 
     def _divide(self, value_BHTV: Tensor, total: Tensor) -> Tensor:
         return (value_BHTV / self.normaliser.divisor(total)[..., None]).to(self.dtype)
+
+
+def _split_chunks(x_BHTK: Tensor) -> Tensor:
+    """Whole chunks, or one shorter chunk, [B, C, H, T, K]."""
+    size = min(CHUNK_SIZE, x_BHTK.shape[2])
+    return x_BHTK.unflatten(2, (-1, size)).transpose(1, 2)

@@ -390,7 +390,8 @@ class Part(CheckedDataclass, ABC):
 
 class RecurrentPart(Part):
     """Base class of a similarity or normaliser that can summarise all past tokens in a state of
-    fixed size, as linear attention does.
+    fixed size, as linear attention does. The state is a sum over tokens: states of several chunks
+    of tokens are computed apart and then added.
     """
 
     @abstractmethod
