@@ -135,8 +135,9 @@ def test_shapes_alone_run_through_blocks(preset):
 def test_no_kernel_is_handed_memory_of_another_device(name):
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has(f"headwise::{name}", "CPU")
-    # mixed heads have a kernel of their own for GPUs
-    assert has(f"headwise::{name}", "CUDA") == name.startswith("head_mixing")
+    # mixed heads and entmax have kernels of their own for GPUs
+    is_for_gpus = name.startswith(("head_mixing", "masked_entmax"))
+    assert has(f"headwise::{name}", "CUDA") == is_for_gpus
     assert not has(f"headwise::{name}", "CompositeExplicitAutograd")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.kernels import head_mixing_triton, open_query_attention
+from headwise.kernels import head_mixing_triton, open_query_attention, row_normaliser_triton
 from headwise.kernels.head_statistics import (
     ScoreInputs,
     TokenInputs,
@@ -132,6 +132,7 @@ def launches() -> dict[str, Callable[[], object]]:
         "uniform": partial(uniform_statistics, every, tokens),
         **mixing_launches(),
         **open_query_launches(),
+        **entmax_launches(),
     }
 
 
@@ -185,3 +186,30 @@ def open_query_launches() -> dict[str, Callable[[], object]]:
         f"open queries, {dtype}, {dim}": partial(OpenQueries(shape, (dim, dim), 0.5).run, dtype)
         for dtype, dim in ((torch.bfloat16, 64), *open_query_attention.MAX_DIM.items())
     }
+
+
+def random_rows(
+    shape: tuple[int, int, int, int], alpha: Sequence[float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, allowed keys and the alpha of each head, on the CPU; one query has no key."""
+    batch, _, queries, keys = shape
+    allowed = torch.rand(batch, 1, queries, keys) < 0.7
+    allowed[0, :, -1] = False
+    return 3 * torch.randn(shape), allowed, torch.tensor(alpha)
+
+
+def run_entmax(s: Tensor, allowed: Tensor, alpha: Tensor, grad: Tensor) -> list[Tensor]:
+    """Weights by the kernel, and gradients of scores and alpha."""
+    tensors = [one.to(DEVICE) for one in (s, allowed, alpha)]
+    weights, row_state = row_normaliser_triton.entmax(*tensors)
+    gradients = row_normaliser_triton.entmax_backward(grad.to(DEVICE), *tensors, row_state)
+    return [one.cpu() for one in (weights, *gradients)]
+
+
+def entmax_launches() -> dict[str, Callable[[], object]]:
+    """Rows of one block, and of several."""
+    found: dict[str, Callable[[], object]] = {}
+    for keys in (200, 5000):
+        rows = random_rows((1, 2, 3, keys), (1.5, 2.5))
+        found[f"entmax, {keys} keys"] = partial(run_entmax, *rows, rows[0])
+    return found

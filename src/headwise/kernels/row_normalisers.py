@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from . import row_normaliser_triton
 from .launch import (
     COMPUTE_DTYPES,
     SIMD_WIDTH,
@@ -33,6 +34,7 @@ from .operand_checks import (
     NO_DOUBLE_BACKWARD_REMEDY,
     OperandChecks,
     forbid_double_backward,
+    is_under_functorch,
     refuse_operands,
 )
 
@@ -218,6 +220,35 @@ def _entmax_args(
         num_value_heads=values.shape[1],
         value_dim=values.shape[3],
     )
+
+
+@masked_entmax.register_kernel("cuda")
+def _(
+    s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, value_heads: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    _refuse_values(v)
+    _check_entmax_operands(s, allowed, alpha, v, value_heads)
+    return row_normaliser_triton.entmax(s, allowed, alpha)
+
+
+@masked_entmax_backward.register_kernel("cuda")
+def _(grad: Tensor, tensors: Sequence[Tensor], value_heads: Sequence[int]) -> list[Tensor]:
+    s, allowed, alpha, row_state, *values = tensors
+    _refuse_values(*values)
+    _check_entmax_operands(s, allowed, alpha, None, value_heads, row_state, grad)
+    return row_normaliser_triton.entmax_backward(grad, s, allowed, alpha, row_state)
+
+
+def _refuse_values(v: Tensor | None = None) -> None:
+    if v is not None:
+        refuse_operands("masked_entmax", "v is given on a GPU", "multiply the weights by v")
+
+
+def can_run_entmax(s: Tensor) -> bool:
+    """Return True if a kernel of this device computes the entmax of these scores."""
+    if s.is_cpu:
+        return ENTMAX_KERNELS.can_run(s)
+    return row_normaliser_triton.can_normalise(s) and not is_under_functorch()
 
 
 @masked_softmax.register_fake

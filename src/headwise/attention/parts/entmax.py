@@ -95,7 +95,7 @@ class Entmax(Normaliser):
 
     def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
-        if not row_normalisers.ENTMAX_KERNELS.can_run(exact):
+        if not row_normalisers.can_run_entmax(exact):
             return self.normalise(s_BHTS, allowed, p)
         return row_normalisers.masked_entmax(exact, allowed, self._alphas(exact, p), None, [])[
             0
