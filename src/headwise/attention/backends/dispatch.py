@@ -104,8 +104,11 @@ class CoreDispatch:
 
     def attend(self, inputs: CoreInputs) -> Tensor:
         """Per-head outputs o_BTRV, computed by the backend that `select` names."""
-        name = self.select(inputs.mask, *inputs.q.shape[:2])
+        mask = inputs.mask
+        name = self.select(mask, *inputs.q.shape[:2])
         outputs: Tensor = BACKENDS[name].attend(self.signature, inputs)
+        if mask.is_padded_triangle:
+            return outputs.masked_fill(~mask.queries.is_real[..., None, None], 0.0)
         return outputs
 
     @property

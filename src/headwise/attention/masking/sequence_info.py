@@ -41,7 +41,8 @@ class SequenceInfo:
     - `visible_per_row` [B]: their number in each row, if rows differ;
     - `block_table` (set by a paged cache): the location of the tokens in pages;
     - `lengths` (set by `packed`): the lengths of the texts in each row;
-    - `has_padding`: False if no token is padding; `position_bound`: no position is above it;
+    - `has_padding`: False if no token is padding; `pads_right`: rows are one text each, with padding
+      behind it; `position_bound`: no position is above it;
     - `in_order`: positions grow within each segment.
 
     What is not known is read from the device once, and kept: `real_tokens`, `max_position`, and in
@@ -52,6 +53,7 @@ class SequenceInfo:
     """
 
     has_padding = True
+    pads_right = False
     in_order = True
     position_bound: int | None = None
     _max_position: int | None = None
@@ -151,6 +153,7 @@ class SequenceInfo:
         )
         is_real = position >= 0 if pad == "left" else column < sizes[:, None]
         sequence = SequenceInfo(position.clamp(min=0), is_real.long() - 1, checked=True)
+        sequence.pads_right = pad == "right"
         sequence.position_bound = count - 1
         return sequence
 
@@ -225,6 +228,7 @@ class SequenceInfo:
         other = SequenceInfo(position, segment, self.start, checked=True, lengths=self.lengths)
         other.position_bound = self.position_bound
         other.in_order = self.in_order
+        other.pads_right = self.pads_right
         return other
 
     def rows(self, own: slice) -> SequenceInfo:
@@ -235,6 +239,7 @@ class SequenceInfo:
         )
         selected.position_bound = self.position_bound
         selected.in_order = self.in_order
+        selected.pads_right = self.pads_right
         return selected
 
     def trimmed(self) -> SequenceInfo:
@@ -364,6 +369,14 @@ class AttentionMask:
         return self.keys is self.queries and self.mask is None
 
     @property
+    def is_padded_triangle(self) -> bool:
+        """True for causal texts with padding behind them: their tokens attend as under a triangle,
+        which padding does not change; queries that are padding attend to nothing.
+        """
+        is_causal = self.has_all_queries and isinstance(self.pattern, Causal)
+        return is_causal and self.queries.pads_right
+
+    @property
     def differs_by_head(self) -> bool:
         """True if heads have different patterns."""
         return self.pattern.differs_by_head
@@ -372,8 +385,8 @@ class AttentionMask:
     def shape(self) -> str:
         """The shape of the mask if it is known without reading tensors from the device.
 
-        "full": every query may attend to every key; "triangle": a square causal mask; "any":
-        anything else.
+        "full": every query may attend to every key; "triangle": a square causal mask, for queries
+        that are no padding; "any": anything else.
         """
         if not self._shape:
             self._shape = self._classify_shape()
@@ -388,6 +401,8 @@ class AttentionMask:
             return "any"
         if self.mask is None and self.keys.num_visible == num_keys:
             return "full"
+        if self.is_padded_triangle:
+            return "triangle"
         if self.mask is not None or query_start is None or key_start is None:
             return "any"
         if isinstance(self.pattern, Causal):  # counting pairs takes longer
