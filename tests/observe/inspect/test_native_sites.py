@@ -15,9 +15,11 @@ from headwise import cli
 from headwise.attention import head_axis_ops
 from support import layer_cases as cases
 from support.layer_cases import check_close
+from support.site_recording import record_sites
 from support.tiny_configs import model_config
 
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
+CAUSAL = hw.design(pattern="causal", model=16, heads=4)
 GPT = model_config("gpt2", n_embd=12, n_head=3, n_layer=2, vocab_size=11, n_positions=16)
 
 
@@ -84,6 +86,24 @@ def test_only_some_tokens():
     assert not after[0, 1, 0].any()
     after[0, 1, 0] = before[0, 1, 0]
     assert torch.equal(before, after)
+
+
+def test_weights_of_padded_rows_are_those_that_the_layer_has():
+    """Queries that are padding have no weights, whole and by bands."""
+    layer, x = hw.Attention(CAUSAL), torch.randn(2, 9, 16)
+    sequence, probe = hw.SequenceInfo.from_batch(x, lengths=[9, 4]), hw.Probe("weights")
+    with torch.no_grad(), record_sites(layer) as recorders:
+        layer(x, sequence=sequence, probe=probe)
+    (call,) = recorders["model.0.attention"].seen
+    wanted = probe.tensors["weights"]
+    assert not wanted[1, :, 4:].any()
+    check_close(call.all_weights(), wanted, atol=1e-6)
+    bands = [call.all_weights(slice(start, start + 3)) for start in (0, 3, 6)]
+    check_close(torch.cat(bands, 2), wanted, atol=1e-6)
+    for inputs in (call.attention_inputs, call.streamable_inputs):
+        assert inputs is not None
+        assert not inputs.causal
+        check_close(inputs.all_weights(), wanted, atol=1e-6)
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
