@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from headwise.kernels.compilation import (
 from headwise.kernels.flash_attention import FLASH_ATTENTION_KERNELS, attend_key_ranges
 from headwise.kernels.launch import KernelSet
 from headwise.kernels.paged_decode import PAGED_DECODE_KERNELS
+from support.tiny_configs import model_config
 
 # Outputs, gradients and decode steps of presets, in float32 or float64 by turns, and of packed
 # sequences.
@@ -338,6 +340,31 @@ def test_runs_that_must_repeat_compile_first(monkeypatch):
             pass
         assert STATE.policy == "wait"
     assert STATE.policy == "auto"
+
+
+@pytest.mark.parametrize("name", ["dcmha", "entmax", "recomputed blocks"])
+def test_kernels_that_are_ready_before_the_backward_pass_wait_for_the_next_call(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """What is computed again saves the same tensors, as torch's checkpoint needs."""
+    is_ready = [False]
+    monkeypatch.setattr(KernelSet, "_is_usable_now", lambda self, dtype: is_ready[0])
+    if name == "recomputed blocks":
+        config = model_config("gpt2", n_embd=16, n_head=2, n_layer=1, vocab_size=11)
+        spec = hw.families.read_model_spec(config)
+        mixing = hw.design(preset="dcmha", model=16, heads=2, pattern="causal")
+        (run,) = spec.stacks[0].runs
+        run = replace(run, blocks=(replace(run.blocks[0], attention=mixing),))
+        run = hw.build(replace(spec, stacks=(replace(spec.stacks[0], runs=(run,)),)), seed=0)
+        run.checkpointing = "block"
+        inputs = torch.arange(60).view(1, 60) % 11
+    else:
+        run = hw.Attention(hw.design(preset=name, model=16, heads=2, pattern="causal"))
+        inputs = torch.randn(1, 300, 16)
+    outputs = run(inputs)
+    is_ready[0] = True
+    outputs.sum().backward()
+    torch.testing.assert_close(run(inputs), outputs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_block_table_is_checked_by_torch_operations_too(monkeypatch):

@@ -22,9 +22,14 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
 from tempfile import TemporaryDirectory
+from typing import ParamSpec, TypeVar
+
+import torch
 
 from ..util.python_processes import python_command
 
@@ -133,6 +138,31 @@ class CompilationState:
 
 
 STATE = CompilationState()
+# whether each kernel was usable when a function first ran that `with_same_kernels` made
+CHOICES: ContextVar[dict[str, bool] | None] = ContextVar("CHOICES", default=None)
+Inputs = ParamSpec("Inputs")
+Output = TypeVar("Output")
+
+
+def with_same_kernels(run: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
+    """Return a function whose later calls use the kernels of its first call.
+
+    For torch's checkpoint, which calls it again in the backward pass and then needs the same
+    tensors to be saved, also if a kernel has been compiled in between.
+    """
+    choices: dict[str, bool] = {}
+
+    @wraps(run)
+    def run_with_choices(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Output:
+        if torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        token = CHOICES.set(choices)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            CHOICES.reset(token)
+
+    return run_with_choices
 
 
 @contextmanager

@@ -46,7 +46,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .compilation import STATE
+from .compilation import CHOICES, STATE
 from .operand_checks import is_under_functorch
 
 SIMD_WIDTH = 16  # elements per vector
@@ -188,6 +188,15 @@ class KernelSet:
         # the compiled graph runs later, and then compiles its kernels
         if torch.compiler.is_compiling():
             return has_kernels()
+        choices = CHOICES.get()
+        if choices is None:
+            return self._is_usable_now(dtype)
+        task = self.task_name(dtype)
+        if task not in choices:
+            choices[task] = self._is_usable_now(dtype)
+        return choices[task]
+
+    def _is_usable_now(self, dtype: torch.dtype | None) -> bool:
         return dtype in self.usable_dtypes or (has_kernels() and self._is_compiled_or_may_be(dtype))
 
     def _is_compiled_or_may_be(self, dtype: torch.dtype | None) -> bool:

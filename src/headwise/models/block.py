@@ -23,6 +23,7 @@ from ..attention.cache import HiddenStateCache, KVCache, ProjectedSource, TokenC
 from ..attention.interfaces.core_types import Probe
 from ..attention.masking.sequence_info import SequenceInfo
 from ..attention.spec.attention_spec import AttentionSpec
+from ..kernels.compilation import with_same_kernels
 from ..kernels.counter_rng import dropout
 from ..kernels.linear import linear
 from ..util.errors import SpecError
@@ -392,7 +393,7 @@ class LayerStack(nn.Module):
         recompute = checkpointing == "block" and torch.is_grad_enabled()
         for layer, inputs in zip(self.blocks, layer_inputs, strict=True):
             h = (
-                cast(Tensor, checkpoint(layer, h, inputs, use_reentrant=False))
+                cast(Tensor, checkpoint(with_same_kernels(layer), h, inputs, use_reentrant=False))
                 if recompute
                 else layer(h, inputs)
             )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ...kernels.compilation import with_same_kernels
 from ...kernels.operand_checks import is_under_functorch
 from ..interfaces.core_types import CallSize
 from . import dense
@@ -82,7 +83,12 @@ def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
         return dense.attend_all_pairs(call, part), part.carried
 
     if torch.is_grad_enabled() and not (is_under_functorch() or inputs.q.is_meta):
-        run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=call.training)
+        run = partial(
+            checkpoint,
+            with_same_kernels(run),
+            use_reentrant=False,
+            preserve_rng_state=call.training,
+        )
     context = inputs.query_context
     kv = (inputs.k, inputs.v, *inputs.kv_entry.values())
     tensors = (inputs.q, context.x_BTD, context.q_BTHK, *kv)
