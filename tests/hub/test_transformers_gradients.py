@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import headwise.hub as hub
+from headwise.hub import transformers_backend
+from headwise.observe.inspect.site import AttentionInputs
+from support.pretended_device import count_waits, pretended_device
 from support.transformers_models import (
     BART,
     HEADS,
@@ -211,3 +214,24 @@ def test_gradients_of_compiled_models(name: str):
         difference({key.removeprefix("_orig_mod."): grad for key, grad in own.items()}, eager)
         <= 1e-5
     )
+
+
+def test_a_mask_is_read_once_for_all_layers():
+    """A GPU waits for each reading, so more layers wait no more often."""
+    inputs = padded_inputs(MODELS["llama"], "right", "ids", 0.0)
+    waits = []
+    for layers in (1, 3):
+        model = build("llama", "headwise", num_hidden_layers=layers)
+        with pretended_device() as device:
+            moved = model.to(device)
+            own = {name: one.to(device) for name, one in inputs.items()}
+            waits.append(count_waits(lambda call=moved, own=own: call(**own)))
+    assert waits[0] == waits[1]
+
+
+def test_a_mask_that_is_changed_is_read_again():
+    mask = torch.zeros(1, 1, 3, 3)
+    inputs = AttentionInputs(*[torch.zeros(1, 3, 1, 2)] * 3, scale=1.0, mask=mask)
+    assert transformers_backend._has_small_tops(inputs, mask)
+    mask[:, :, 1] = -1e30
+    assert not transformers_backend._has_small_tops(inputs, mask)

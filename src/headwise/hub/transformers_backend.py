@@ -37,6 +37,7 @@ MODELS_MODULE = "transformers.modeling_utils"
 # from here on, float32 rounds scores so much that gradients of fused attention are off by 1e-5
 LARGE_BIAS = 100
 CAUSAL_MARK = "_hides_what_is_ahead"
+EVERY_QUERY_MARK = "_gives_every_query_a_key"
 
 
 def attention_forward(
@@ -141,7 +142,8 @@ def _attend_sdpa(
     causal = inputs.causal
     bias = None
     uniform_rows = None
-    if inputs.bias is None and _has_causal_mark(inputs.mask):
+    mask = inputs.mask
+    if inputs.bias is None and mask is not None and _has_mark(mask, CAUSAL_MARK):
         causal = not is_single_query
     elif inputs.bias is not None or inputs.mask is not None:
         causal = False
@@ -151,7 +153,7 @@ def _attend_sdpa(
         options = PagedDecodeOptions() if bias is None else PagedDecodeOptions(bias[:, :, 0])
         o = attend_paged(q[:, :, 0], k, v, None, scale=inputs.scale, options=options)[0]
         return o[:, None]
-    if bias is not None and torch.is_grad_enabled():
+    if bias is not None and torch.is_grad_enabled() and not _has_small_tops(inputs, bias):
         bias, uniform_rows = _split_masked_rows(bias)
     if uniform_rows is not None and dropout:
         return _attend_with_weights(inputs, qkv, dropout)[0]
@@ -178,9 +180,25 @@ def _attend_sdpa(
     return o.transpose(1, 2).contiguous()
 
 
-def _split_masked_rows(bias: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a bias with the same softmax, and the rows [B, H or 1, T, 1] with equal weights, or
-    None if no row is fully masked.
+def _has_small_tops(inputs: AttentionInputs, bias: Tensor) -> bool:
+    """True if the largest bias of every row is small, as where every query has a key.
+
+    A mask that is the whole bias is read once, and marked for the next layers, because a GPU waits
+    for each reading.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    mask = inputs.mask if inputs.bias is None else None
+    if mask is not None and _has_mark(mask, EVERY_QUERY_MARK):
+        return True
+    is_small = bool((bias.detach().amax(-1).abs() < LARGE_BIAS).all())
+    if is_small and mask is not None:
+        setattr(mask, EVERY_QUERY_MARK, _tensor_version(mask))
+    return is_small
+
+
+def _split_masked_rows(bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a bias with the same softmax, and the rows [B, H or 1, T, 1] with equal weights.
 
     The backward pass of fused attention recomputes each weight as exp(score - lse). If the largest
     score of a row is -1e9, its log-sum-exp is rounded to that score, and every weight becomes 1. So
@@ -188,8 +206,6 @@ def _split_masked_rows(bias: Tensor) -> tuple[Tensor, Tensor | None]:
     itself, and eager attention has equal weights.
     """
     top = bias.detach().amax(-1, keepdim=True)
-    if not torch.compiler.is_compiling() and bool((top.abs() < LARGE_BIAS).all()):
-        return bias, None
     eps = torch.finfo(torch.promote_types(bias.dtype, torch.float32)).eps
     uniform_rows = (top <= -64 / eps) & (top > -torch.inf)
     return bias - top.clamp(min=torch.finfo(bias.dtype).min), uniform_rows
@@ -262,9 +278,9 @@ def _mask_to_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, zero, torch.finfo(dtype).min)
 
 
-def _has_causal_mark(mask: Tensor | None) -> bool:
-    """True if a mask carries the causal mark and was not modified since."""
-    return mask is not None and getattr(mask, CAUSAL_MARK, None) == _tensor_version(mask)
+def _has_mark(mask: Tensor, mark: str) -> bool:
+    """True if a mask carries this mark and was not modified since."""
+    return getattr(mask, mark, None) == _tensor_version(mask)
 
 
 def _tensor_version(tensor: Tensor) -> int:

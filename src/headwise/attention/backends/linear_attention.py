@@ -196,39 +196,32 @@ class _StateReader:
         for start, end in pairwise(bounds):
             if start < end:
                 chunks = [_split_chunks(one[:, :, start:end]) for one in (q_BHTK, k_BHSK, v_BHSV)]
-                before, state = self._states_of_chunks(state, *chunks[1:], is_last=end == count)
-                outputs.append(self._read_chunks(*chunks, before if start else None))
+                before, state = self._states_of_chunks(state, chunks, is_last=end == count)
+                outputs.append(self._read_chunks(chunks, before if start else None))
         return torch.cat(outputs, 2) if outputs else torch.zeros_like(v_BHSV)
 
-    def _read_chunks(
-        self,
-        q_BCHTK: Tensor,
-        k_BCHSK: Tensor,
-        v_BCHSV: Tensor,
-        before: Mapping[str, Tensor] | None,
-    ) -> Tensor:
-        """o_BHTV of whole chunks, with the states before them."""
-        batch, _, _, size, _ = q_BCHTK.shape
-        causal = torch.ones(size, size, dtype=torch.bool, device=q_BCHTK.device).tril()
-        rows = (one.flatten(0, 1) for one in (q_BCHTK, k_BCHSK, v_BCHSV))
+    def _read_chunks(self, chunks: list[Tensor], before: dict[str, Tensor] | None) -> Tensor:
+        """o_BHTV of the queries of these chunks, with the states before them."""
+        q, k, v = (one.flatten(0, 1) for one in chunks)
+        causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
         state = before and {name: one.flatten(0, 1) for name, one in before.items()}
-        o = self.read_state_and_keys(*rows, causal, state)
-        return o.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+        o = self.read_state_and_keys(q, k, v, causal, state)
+        return o.unflatten(0, chunks[0].shape[:2]).transpose(1, 2).flatten(2, 3)
 
     def _states_of_chunks(
-        self, state: Mapping[str, Tensor], k_BCHSK: Tensor, v_BCHSV: Tensor, is_last: bool
+        self, state: Mapping[str, Tensor], chunks: list[Tensor], is_last: bool
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The state before each chunk, [B, C, ...], and that after all, unless it is the last."""
-        batch, chunks = k_BCHSK.shape[:2]
-        added = chunks - is_last
+        batch, count = chunks[0].shape[:2]
+        added = count - is_last
         none = {name: torch.zeros_like(one[:1]) for name, one in state.items()}
-        rows = (one[:, :added].flatten(0, 1) for one in (k_BCHSK, v_BCHSV))
-        sums = self._update_state(none, *rows)
+        k, v = (one[:, :added].flatten(0, 1) for one in chunks[1:])
+        sums = self._update_state(none, k, v)
         states = {
             name: torch.cat([one[:, None], sums[name].unflatten(0, (batch, added))], 1).cumsum(1)
             for name, one in state.items()
         }
-        before = {name: one[:, :chunks] for name, one in states.items()}
+        before = {name: one[:, :count] for name, one in states.items()}
         return before, {name: one[:, -1] for name, one in states.items()}
 
     def _update_state(
