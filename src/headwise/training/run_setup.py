@@ -394,17 +394,21 @@ class TrainingSetup:
 
     def _make_run(self, net: Transformer, options: StepOptions) -> TrainingRun:
         """Make a run with the part of the model that belongs to this rank."""
-        train_step = TrainStep(shard_model(net, self.ranks), self.recipe, options)
+        part = shard_model(net, self.ranks, options.dtype)
+        train_step = TrainStep(part, self.recipe, options)
         return TrainingRun(self.task, train_step, self.folder, self.started_at)
 
     def _make_model(self) -> Transformer:
+        """Build the model in main memory; on meta if this rank gets its slices from the leader."""
         recipe = self.recipe
-        net = self.initial_model or build(
-            self.model_spec, dropout=recipe.dropout, seed=recipe.seed, init=recipe.init
-        )
+        gets_slices = self.ranks.parallelism.shards > 1 and not self.ranks.is_leader
+        with torch.device("meta" if gets_slices else "cpu"):
+            net = self.initial_model or build(
+                self.model_spec, dropout=recipe.dropout, seed=recipe.seed, init=recipe.init
+            )
         net.usage = self._merge_usage()
         net.checkpointing = "block" if recipe.activations == "recompute" else "none"
-        return net.to(self.ranks.device)
+        return net
 
     def _merge_usage(self) -> ProcessorSpec:
         """Return the task's processor, completed from the initial model's if both have the same

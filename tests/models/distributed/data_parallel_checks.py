@@ -78,12 +78,30 @@ class Irregular(Echo):
 
 
 def take_steps(
-    task: Task, net: Transformer, recipe: Recipe, launch: ProcessInfo, parallelism: str
+    task: Task,
+    net: Transformer,
+    recipe: Recipe,
+    launch: ProcessInfo,
+    parallelism: str,
+    precision: str = "fp32",
 ) -> dict[str, Any]:
-    """Losses, norms and gathered gradients of a few steps, and the weights after them."""
+    """Losses, norms and gathered gradients of a few steps, and the weights after them; the dtypes
+    of matrices and vectors while a layer runs.
+
+    Only the leader has the numbers of a model that is divided in shards.
+    """
     world = ProcessMesh(launch, Parallelism.over(parallelism, launch.size))
-    sharded = shard_model(net, world)
-    stepper = TrainStep(sharded, recipe, StepOptions("fp32", "off"))
+    if world.parallelism.shards > 1 and not world.is_leader:
+        net = net.to("meta")
+    options = StepOptions(precision, "off")
+    sharded = shard_model(net, world, options.dtype)
+    stepper = TrainStep(sharded, recipe, options)
+    dtypes: set[tuple[bool, torch.dtype]] = set()
+
+    def record(layer: nn.Module, inputs: object) -> None:
+        dtypes.update((one.dim() > 1, one.dtype) for one in layer.parameters())
+
+    list(net.stacks.values())[-1].blocks[0].register_forward_pre_hook(record)
     optimiser = AdamWOptimiser(
         group_parameters(sharded.own, net.spec, recipe.decayed_parameters), recipe
     )
@@ -98,7 +116,8 @@ def take_steps(
         )
         optimiser.step(0.01)
     return results | {
-        "weights": {name: tensor.detach().clone() for name, tensor in sharded.tensors()}
+        "dtypes": dtypes,
+        "weights": {name: tensor.detach().clone() for name, tensor in sharded.tensors()},
     }
 
 
@@ -117,13 +136,17 @@ STEPPED: dict[str, tuple[Task, dict[str, Any]]] = {
 }
 
 
-def steps_of_case(case: str, launch: ProcessInfo, parallelism: str, **also: Any) -> dict[str, Any]:
-    """Steps of one case in float64, where only the order of sums differs."""
+def steps_of_case(
+    case: str, launch: ProcessInfo, parallelism: str, precision: str = "fp32", **also: Any
+) -> dict[str, Any]:
+    """Steps of one case in float64, where only the order of sums differs, or in bfloat16 on
+    weights in float32.
+    """
     task, settings = STEPPED[case]
     recipe = short_recipe(**settings, **also)
-    net = hw.build(task.model(), seed=3).double()
+    net = hw.build(task.model(), seed=3).to(torch.float64 if precision == "fp32" else torch.float32)
     net.checkpointing = "block" if recipe.activations == "recompute" else "none"
-    return take_steps(task, net, recipe, launch, parallelism)
+    return take_steps(task, net, recipe, launch, parallelism, precision)
 
 
 def steps(folder: Path) -> dict[str, Any]:
@@ -131,6 +154,7 @@ def steps(folder: Path) -> dict[str, Any]:
     with join_process_group() as launch:
         return {
             way: {case: steps_of_case(case, launch, way) for case in STEPPED}
+            | {"bf16": steps_of_case("echo", launch, way, "bf16")}
             for way in parallelisms_of(launch)
         }
 

@@ -114,6 +114,20 @@ def test_two_ranks_take_the_steps_of_one(stepped: list[dict[str, Any]], way: str
         check_equal_steps(rank[way][case], expected)
 
 
+def test_matrices_are_gathered_in_the_dtype_of_autocast(stepped: list[dict[str, Any]]):
+    """The first step is that of whole weights under autocast, up to the order of sums."""
+    narrow, whole = (stepped[0][way]["bf16"] for way in ("shards=2", "data=2"))
+    assert narrow["dtypes"] == {(True, torch.bfloat16), (False, torch.float32)}
+    assert whole["dtypes"] == {(True, torch.float32), (False, torch.float32)}
+    assert narrow["losses"][0] == pytest.approx(whole["losses"][0], rel=1e-6)
+    for name, gradient in narrow["gradients"][0].items():
+        assert gradient.dtype == torch.float32
+        wanted = whole["gradients"][0][name]
+        assert (gradient - wanted).abs().max() <= 1e-2 * wanted.abs().max()
+    assert narrow["losses"] == pytest.approx(whole["losses"], rel=1e-2)
+    assert all(one.dtype == torch.float32 for one in narrow["weights"].values())
+
+
 @pytest.mark.parametrize("case", ["echo", "odd"])
 def test_the_first_gradient_is_that_of_the_mean_over_all_labels(
     stepped: list[dict[str, Any]], case: str

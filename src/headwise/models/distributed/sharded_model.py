@@ -307,8 +307,14 @@ class TensorParallelSharding:
         return (part.square() / self._num_holders.to(part.device)).sum()
 
 
-def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
-    """Return this rank's part of a model that every rank has built in full; the rest is freed."""
+def shard_model(
+    net: Transformer, mesh: ProcessMesh, dtype: torch.dtype | None = None
+) -> ShardedModel:
+    """Return this rank's part of a model, on its device; the rest is freed.
+
+    Every rank has built the model in full. With `shards`, only the leader needs to: the others may
+    have built it on meta. `dtype` is that of autocast; matrices are gathered in it.
+    """
     check_partition(net.spec, mesh.parallelism)
     groups = {
         dim: CollectiveGroup(mesh.group(dim))
@@ -317,7 +323,7 @@ def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
     }
     if "tensor" in groups:
         divided = TensorParallelModel(net.spec, groups["tensor"])
-        part = _shard_parameters(divided.shard_model(net), mesh)
+        part = _shard_parameters(divided.shard_model(net), mesh, dtype)
         names = [name for name, pieces in divided.pieces.items() if pieces[0].indices]
         sharded = replace(
             part,
@@ -326,7 +332,7 @@ def shard_model(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
             collect_gradients=lambda: divided.sum_replicated_gradients(part.own),
         )
     else:
-        sharded = _shard_parameters(net, mesh)
+        sharded = _shard_parameters(net, mesh, dtype)
     if groups:
         set_parallel_context(
             sharded.net, TensorContextParallel(groups.get("tensor"), groups.get("context"))
@@ -352,10 +358,13 @@ def check_partition(spec: ModelSpec, parallelism: Parallelism) -> None:
         partition_model(spec, parallelism.tensor)
 
 
-def _shard_parameters(net: Transformer, mesh: ProcessMesh) -> ShardedModel:
+def _shard_parameters(
+    net: Transformer, mesh: ProcessMesh, dtype: torch.dtype | None
+) -> ShardedModel:
     """Apply FSDP2, or keep all parameters and sum their gradients in buckets."""
     if mesh.parallelism.shards > 1:
-        return apply_fsdp(net, mesh)
+        return apply_fsdp(net, mesh, dtype)
+    net = net.to(mesh.device)
     params = {name: p for name, p in net.named_parameters() if p.requires_grad}
     buckets = GradientBuckets(params.values(), _gradient_group(mesh))
     return ShardedModel(BatchForward(net), mesh, params, buckets, net.spec)
@@ -396,24 +405,34 @@ class FSDPSharding:
         return part.square().sum()
 
 
-def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
+def apply_fsdp(
+    net: Transformer, process_mesh: ProcessMesh, dtype: torch.dtype | None = None
+) -> ShardedModel:
     """Shard a model with FSDP2: one layer is gathered at a time, embeddings and heads once per
     step.
 
-    Tied tensors stay whole because they are read outside the layer that owns them; scalars stay
-    whole as well.
+    Tied tensors stay whole because they are read outside the layer that owns them; vectors and
+    scalars stay whole as well. The matrices of layers are gathered in `dtype`, to which autocast
+    converts them anyway, and their gradients are summed in float32.
+
+    The model is sharded on meta, so that no rank but the leader ever has it as a whole; then the
+    leader sends each tensor to all ranks, which keep their slices.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     copies = [dim for dim in ("data", "context") if getattr(process_mesh.parallelism, dim) > 1]
     mesh = process_mesh.device_mesh[(*copies, "shards") if copies else "shards"]
-    trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    full = dict(net.state_dict()) if process_mesh.is_leader else {}
+    net = net.to("meta")
+    trainable = [name for name, p in net.named_parameters() if p.requires_grad]
     tied = {name for name, weight in net.spec.params().items() if weight.tied_to}
-    unsharded = {name: p for name, p in net.named_parameters() if name in tied or not p.dim()}
+    unsharded = {name: p for name, p in net.named_parameters() if name in tied or p.dim() < 2}
     whole = set(unsharded.values())
+    sums = None if dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums, cast_forward_inputs=False)
     for layers in net.stacks.values():
         for layer in layers.blocks:
-            fully_shard(layer, mesh=mesh, ignored_params=whole)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=whole)
     batch_forward = BatchForward(net)
     fully_shard(batch_forward, mesh=mesh, ignored_params=whole)
     for module in batch_forward.modules():
@@ -421,18 +440,19 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
             # Losses are already parts of one mean, so gradients are summed.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    batch_forward.to_empty(device=process_mesh.device)
+    _receive_tensors(net, full, process_mesh.device)
+    parameters = dict(net.named_parameters())
     slices = {
-        name: cast("DTensor", p)
-        for name, p in net.named_parameters()
-        if name in trainable and name not in unsharded
+        name: cast("DTensor", parameters[name]) for name in trainable if name not in unsharded
     }
     own = dict[str, nn.Parameter]()
     for name in trainable:
         if name in unsharded:
-            own[name] = unsharded[name]
+            own[name] = parameters[name]
         else:  # this rank's slice, which shares the memory of the DTensor
             own[name] = nn.Parameter(cast("DTensor", slices[name].detach()).to_local())
-    summed = [p for name, p in unsharded.items() if name in trainable]
+    summed = [own[name] for name in unsharded if name in own]
     return ShardedModel(
         batch_forward,
         process_mesh,
@@ -442,6 +462,22 @@ def apply_fsdp(net: Transformer, process_mesh: ProcessMesh) -> ShardedModel:
         {name: FSDPSharding(param) for name, param in slices.items()},
         collect_gradients=lambda: _collect_gradients(own, slices),
     )
+
+
+def _receive_tensors(net: Transformer, full: Mapping[str, Tensor], device: torch.device) -> None:
+    """Fill this rank's tensors and slices from the leader's `full` tensors, one at a time."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for name, stored in net.state_dict().items():
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+        if full:
+            tensor.copy_(full[name])
+        if isinstance(stored, DTensor):
+            sliced = distribute_tensor(tensor, stored.device_mesh, stored.placements)
+            stored.to_local().copy_(sliced.to_local())
+        else:
+            dist.broadcast(tensor, 0)
+            stored.copy_(tensor)
 
 
 def _collect_gradients(own: Mapping[str, nn.Parameter], slices: Mapping[str, DTensor]) -> None:
