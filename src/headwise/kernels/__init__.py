@@ -22,7 +22,8 @@ The operations and their kernels:
 Kernels for GPUs, in Triton where it is installed (`triton_support`):
 
 - `head_statistics`, `head_statistics_kernel`: statistics of attention weights that are never stored
-- `head_mixing_triton`: the operation of `head_mixing`
+- `head_mixing_triton`, `row_normaliser_triton`: the operations of `head_mixing` and of entmax
+- `open_query_attention`: attention of the queries for which a routed head is open
 
 The machine: `capabilities`, the class of its processor, usable cores and memory, and the sizes
 from which each path is faster; `devices`, its accelerators by name, their memory and dtypes.
