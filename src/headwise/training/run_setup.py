@@ -399,10 +399,11 @@ class TrainingSetup:
         return TrainingRun(self.task, train_step, self.folder, self.started_at)
 
     def _make_model(self) -> Transformer:
-        """Build the model in main memory; on meta if this rank gets its slices from the leader."""
+        """Build the model in main memory; on meta if this rank gets its part from the leader."""
         recipe = self.recipe
-        gets_slices = self.ranks.parallelism.shards > 1 and not self.ranks.is_leader
-        with torch.device("meta" if gets_slices else "cpu"):
+        split = self.ranks.parallelism
+        is_received = max(split.shards, split.tensor) > 1 and not self.ranks.is_leader
+        with torch.device("meta" if is_received else "cpu"):
             net = self.initial_model or build(
                 self.model_spec, dropout=recipe.dropout, seed=recipe.seed, init=recipe.init
             )

@@ -88,10 +88,10 @@ def take_steps(
     """Losses, norms and gathered gradients of a few steps, and the weights after them; the dtypes
     of matrices and vectors while a layer runs.
 
-    Only the leader has the numbers of a model that is divided in shards.
+    Only the leader has the numbers of a model that is divided.
     """
     world = ProcessMesh(launch, Parallelism.over(parallelism, launch.size))
-    if world.parallelism.shards > 1 and not world.is_leader:
+    if max(world.parallelism.shards, world.parallelism.tensor) > 1 and not world.is_leader:
         net = net.to("meta")
     options = StepOptions(precision, "off")
     sharded = shard_model(net, world, options.dtype)

@@ -5,7 +5,7 @@ tensor (FSDP2, 2304.11277), or some heads and hidden units (tensor parallelism).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
@@ -224,15 +224,16 @@ class TensorParallelModel:
                 problem = f"{name} ({pieces[0].layout}) joins heads of several ranks"
                 raise SpecError(f"{problem}; use data= or context= instead of tensor=")
 
-    def shard_model(self, net: Transformer) -> Transformer:
-        """Return this rank's shard of a model that all ranks have built alike; its parameters are
-        new tensors.
+    def shard_model(
+        self, net: Transformer, full: Iterable[tuple[str, Tensor]] | None = None
+    ) -> Transformer:
+        """Return this rank's shard of a model, cut from the tensors of `net` or from `full`; its
+        parameters are new tensors.
         """
         with torch.device("meta"):
             part = build(self.own, dropout=net.dropout)
-        pieces = {
-            name: self.part(name, tensor.detach()) for name, tensor in net.state_dict().items()
-        }
+        full = net.state_dict().items() if full is None else full
+        pieces = {name: self.part(name, tensor.detach()) for name, tensor in full}
         part.load_state_dict(pieces, assign=True)
         for name, tensor in net.named_parameters():
             part.get_parameter(name).requires_grad_(tensor.requires_grad)
@@ -312,8 +313,8 @@ def shard_model(
 ) -> ShardedModel:
     """Return this rank's part of a model, on its device; the rest is freed.
 
-    Every rank has built the model in full. With `shards`, only the leader needs to: the others may
-    have built it on meta. `dtype` is that of autocast; matrices are gathered in it.
+    Every rank has built the model in full. With `shards` or `tensor`, only the leader needs to: the
+    others may have built it on meta. `dtype` is that of autocast; `shards` are gathered in it.
     """
     check_partition(net.spec, mesh.parallelism)
     groups = {
@@ -323,7 +324,8 @@ def shard_model(
     }
     if "tensor" in groups:
         divided = TensorParallelModel(net.spec, groups["tensor"])
-        part = _shard_parameters(divided.shard_model(net), mesh, dtype)
+        part = divided.shard_model(net, _receive_tensors(net.state_dict(), mesh))
+        part = _shard_parameters(part, mesh, dtype)
         names = [name for name, pieces in divided.pieces.items() if pieces[0].indices]
         sharded = replace(
             part,
@@ -419,10 +421,11 @@ def apply_fsdp(
     leader sends each tensor to all ranks, which keep their slices.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
 
     copies = [dim for dim in ("data", "context") if getattr(process_mesh.parallelism, dim) > 1]
     mesh = process_mesh.device_mesh[(*copies, "shards") if copies else "shards"]
-    full = dict(net.state_dict()) if process_mesh.is_leader else {}
+    full = dict(net.state_dict())
     net = net.to("meta")
     trainable = [name for name, p in net.named_parameters() if p.requires_grad]
     tied = {name for name, weight in net.spec.params().items() if weight.tied_to}
@@ -441,7 +444,13 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     batch_forward.to_empty(device=process_mesh.device)
-    _receive_tensors(net, full, process_mesh.device)
+    stored = net.state_dict()
+    for name, tensor in _receive_tensors(full, process_mesh):
+        if isinstance(stored[name], DTensor):
+            slice_of_rank = FSDPSharding(stored[name]).part(tensor)
+            stored[name].to_local().copy_(slice_of_rank)
+        else:
+            stored[name].copy_(tensor)
     parameters = dict(net.named_parameters())
     slices = {
         name: cast("DTensor", parameters[name]) for name in trainable if name not in unsharded
@@ -464,20 +473,16 @@ def apply_fsdp(
     )
 
 
-def _receive_tensors(net: Transformer, full: Mapping[str, Tensor], device: torch.device) -> None:
-    """Fill this rank's tensors and slices from the leader's `full` tensors, one at a time."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    for name, stored in net.state_dict().items():
-        tensor = torch.empty(stored.shape, dtype=stored.dtype, device=device)
-        if full:
-            tensor.copy_(full[name])
-        if isinstance(stored, DTensor):
-            sliced = distribute_tensor(tensor, stored.device_mesh, stored.placements)
-            stored.to_local().copy_(sliced.to_local())
-        else:
-            dist.broadcast(tensor, 0)
-            stored.copy_(tensor)
+def _receive_tensors(
+    tensors: Mapping[str, Tensor], mesh: ProcessMesh
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the leader's tensors on the device of each rank, one at a time; a collective call."""
+    for name, stored in tensors.items():
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device=mesh.device)
+        if mesh.is_leader:
+            tensor.copy_(stored)
+        dist.broadcast(tensor, 0)
+        yield name, tensor
 
 
 def _collect_gradients(own: Mapping[str, nn.Parameter], slices: Mapping[str, DTensor]) -> None:
