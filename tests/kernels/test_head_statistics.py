@@ -198,15 +198,16 @@ def test_texts_of_any_length_and_heads_of_any_width(count: int):
 # --- compilation without a GPU --------------------------------------------------------------------
 
 
-def test_kernels_compile_for_gpus_without_spilled_registers():
+@pytest.mark.parametrize("target", SHARED_MEMORY)
+def test_kernels_compile_for_gpus_without_spilled_registers(target: str):
     root = Path(__file__).parent.parent
     settings = {name: one for name, one in os.environ.items() if name != "TRITON_INTERPRET"}
     settings["PYTHONPATH"] = os.pathsep.join([str(root), settings.get("PYTHONPATH", "")])
-    command = [sys.executable, str(root / "support" / "triton_targets.py")]
+    command = [sys.executable, str(root / "support" / "triton_targets.py"), target]
     result = subprocess.run(command, env=settings, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     rows = json.loads(result.stdout)
-    assert {row["target"] for row in rows} == set(SHARED_MEMORY)
+    assert {row["case"] for row in rows} >= {"plain", "uniform", "entmax, 200 keys"}
     for row in rows:
         assert row["spills"] == 0, row
-        assert row["shared"] <= SHARED_MEMORY[row["target"]], row
+        assert row["shared"] <= SHARED_MEMORY[target], row

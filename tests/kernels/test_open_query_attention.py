@@ -119,6 +119,14 @@ def test_a_layer_skips_its_closed_heads(
     assert 0 < float(calls[0].float().mean()) < 1
 
 
+def test_padding_behind_texts_is_skipped(layer_on_gpu: hw.Attention):
+    x = torch.randn(2, 40, 32, device=DEVICE)
+    with torch.no_grad():
+        y = layer_on_gpu(x, sequence=hw.SequenceInfo.from_batch(x, lengths=[40, 23]))
+        check_close(y[1, :23], layer_on_gpu(x[1:, :23])[0], rtol=1e-4, atol=1e-6)
+    assert not y[1, 23:].any()
+
+
 def test_prefill_behind_a_cache(layer_on_gpu: hw.Attention):
     x = torch.randn(1, 30, 32, device=DEVICE)
     with torch.no_grad():
@@ -140,7 +148,7 @@ def test_counted_flops_are_those_of_the_expected_open_queries(layer_on_gpu: hw.A
 
 def test_masks_and_dtypes_without_a_kernel_are_refused(layer_on_gpu: hw.Attention):
     x = torch.randn(1, 20, 32, device=DEVICE)
-    texts = hw.SequenceInfo.from_batch(x, lengths=[12])
+    texts = hw.SequenceInfo.from_batch(x, lengths=[12], pad="left")
     with pytest.raises(hw.NoBackend, match="needs a full or causal mask of texts without padding"):
         layer_on_gpu(x, sequence=texts)
     layer = hw.Attention(MOH, backend="routed").to(DEVICE, torch.float64)
