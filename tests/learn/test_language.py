@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from headwise import cli
+from headwise.cli import arguments
 from headwise.cli.arguments import terminal_language
 from headwise.learn.language import NUMBER, current_language, localise, read_phrases, use_language
 
@@ -22,6 +23,7 @@ def run(*argv: str, encoding: str, locale: str = "") -> tuple[int, bytes, bytes]
         for name in LOCALE_NAMES:
             patch.delenv(name, raising=False)
         patch.setenv("LC_ALL", locale)
+        patch.setattr(arguments, "_noted_encodings", set())  # as in a process of its own
         patch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding))
         patch.setattr(sys, "stderr", io.TextIOWrapper(err, encoding, "backslashreplace"))
         code = cli.main(list(argv))

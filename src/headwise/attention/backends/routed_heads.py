@@ -81,7 +81,7 @@ def mask_conflicts(call: CallSignature, attention_mask: AttentionMask) -> list[s
     if not can_run(call.device):
         return flash_cpu.mask_conflicts(call, attention_mask)
     if flash_cpu.keys_ahead(attention_mask) is None:
-        return ["needs a full or causal mask of texts without padding"]
+        return ["needs a full or causal mask, and padding only behind causal texts"]
     return []
 
 
