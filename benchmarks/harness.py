@@ -11,6 +11,7 @@ import math
 import random
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,8 +111,11 @@ def make_peer(library: str, make: Callable[[Any], T]) -> T | MissingPeer:
 
 
 def import_quietly(library: str) -> Any:
-    """Import a library; transformers is silenced (progress bars, warnings about random weights)."""
-    module = import_module(library)
+    """Import a library without its warnings of deprecated calls; transformers is silenced as well
+    (progress bars, warnings about random weights).
+    """
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        module = import_module(library)
     if library == "transformers":
         module.utils.logging.disable_progress_bar()
         module.utils.logging.set_verbosity_error()
