@@ -232,6 +232,6 @@ def test_a_mask_is_read_once_for_all_layers():
 def test_a_mask_that_is_changed_is_read_again():
     mask = torch.zeros(1, 1, 3, 3)
     inputs = AttentionInputs(*[torch.zeros(1, 3, 1, 2)] * 3, scale=1.0, mask=mask)
-    assert transformers_backend._has_small_tops(inputs, mask)
+    assert transformers_backend._gives_every_query_a_key(inputs, mask)
     mask[:, :, 1] = -1e30
-    assert not transformers_backend._has_small_tops(inputs, mask)
+    assert not transformers_backend._gives_every_query_a_key(inputs, mask)

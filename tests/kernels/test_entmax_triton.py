@@ -89,6 +89,9 @@ def test_large_scores_do_not_overflow():
     allowed = torch.ones(1, 1, 1, 4, dtype=torch.bool)
     weights = run_entmax(s, allowed, torch.tensor([1.5]), torch.ones_like(s))[0]
     assert weights.flatten().tolist() == pytest.approx([0.5, 0.0, 0.0, 0.5])
+    lowest = torch.full((1, 1, 1, 4), torch.finfo(torch.float32).min)
+    weights = run_entmax(lowest, allowed, torch.tensor([1.5]), torch.ones_like(s))[0]
+    assert weights.flatten().tolist() == pytest.approx([0.25] * 4)
 
 
 @pytest.mark.parametrize("kind", ["fixed", "learned"])

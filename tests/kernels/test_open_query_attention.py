@@ -149,7 +149,9 @@ def test_counted_flops_are_those_of_the_expected_open_queries(layer_on_gpu: hw.A
 def test_masks_and_dtypes_without_a_kernel_are_refused(layer_on_gpu: hw.Attention):
     x = torch.randn(1, 20, 32, device=DEVICE)
     texts = hw.SequenceInfo.from_batch(x, lengths=[12], pad="left")
-    with pytest.raises(hw.NoBackend, match="needs a full or causal mask, and padding only behind causal texts"):
+    with pytest.raises(
+        hw.NoBackend, match="needs a full or causal mask, and padding only behind causal texts"
+    ):
         layer_on_gpu(x, sequence=texts)
     layer = hw.Attention(MOH, backend="routed").to(DEVICE, torch.float64)
     with pytest.raises(hw.NoBackend, match="does not support float64 on"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import headwise
+from headwise.kernels import open_query_attention
 from headwise.kernels.operand_checks import FLOAT, OperandChecks, check_indices, check_ranges
 from kernels import bad_operands
 
@@ -84,8 +85,34 @@ def test_every_registered_operation_is_driven():
     for path in (Path(headwise.__file__).parent / "kernels").glob("*.py"):
         registered |= set(re.findall(r'custom_op\(\s*"headwise::(\w+)"', path.read_text()))
     registered |= {"flash_attention", "flash_attention_backward"}
+    registered -= {"open_query_attention", "open_query_attention_backward"}  # for GPUs alone
     script = Path(bad_operands.__file__).read_text()
     assert {name for name in registered if f"OPS.{name}(" not in script} == set()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"k": torch.ones(2, 5, 3, 8)}, "4 heads do not share 3 key heads evenly"),
+        ({"v": torch.ones(2, 6, 2, 8)}, r"v is torch.float32 \[2, 6, 2, 8\]; give"),
+        ({"opened": torch.ones(2, 5, 4)}, "opened is torch.float32"),
+        ({"q": torch.ones(2, 5, 4, 8).double()}, "q is torch.float64"),
+        ({}, "q is on cpu; give tensors of a GPU and Triton"),
+    ],
+)
+def test_operands_of_open_queries_that_do_not_fit_are_refused(
+    changed: dict[str, torch.Tensor], message: str
+):
+    tensors = {
+        "q": torch.ones(2, 5, 4, 8),
+        "k": torch.ones(2, 5, 2, 8),
+        "v": torch.ones(2, 5, 2, 8),
+        "opened": torch.ones(2, 5, 4, dtype=torch.bool),
+    } | changed
+    if "k" in changed:
+        tensors["v"] = changed["k"]
+    with pytest.raises(ValueError, match=message):
+        open_query_attention.attend_open_queries(*tensors.values(), 0, 1.0, 1)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def _attend_sdpa(
         options = PagedDecodeOptions() if bias is None else PagedDecodeOptions(bias[:, :, 0])
         o = attend_paged(q[:, :, 0], k, v, None, scale=inputs.scale, options=options)[0]
         return o[:, None]
-    if bias is not None and torch.is_grad_enabled() and not _has_small_tops(inputs, bias):
+    if bias is not None and torch.is_grad_enabled() and not _gives_every_query_a_key(inputs, bias):
         bias, uniform_rows = _split_masked_rows(bias)
     if uniform_rows is not None and dropout:
         return _attend_with_weights(inputs, qkv, dropout)[0]
@@ -180,8 +180,9 @@ def _attend_sdpa(
     return o.transpose(1, 2).contiguous()
 
 
-def _has_small_tops(inputs: AttentionInputs, bias: Tensor) -> bool:
-    """True if the largest bias of every row is small, as where every query has a key.
+def _gives_every_query_a_key(inputs: AttentionInputs, bias: Tensor) -> bool:
+    """True if the largest bias of every row is small, so that no row is fully masked; False in a
+    compiled call, which cannot read it.
 
     A mask that is the whole bias is read once, and marked for the next layers, because a GPU waits
     for each reading.
@@ -189,6 +190,8 @@ def _has_small_tops(inputs: AttentionInputs, bias: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     mask = inputs.mask if inputs.bias is None else None
+    if mask is not None and mask.is_inference():  # changes of such tensors are not counted
+        mask = None
     if mask is not None and _has_mark(mask, EVERY_QUERY_MARK):
         return True
     is_small = bool((bias.detach().amax(-1).abs() < LARGE_BIAS).all())

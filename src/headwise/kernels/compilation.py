@@ -25,7 +25,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
 from tempfile import TemporaryDirectory
 from typing import ParamSpec, TypeVar
 
@@ -152,7 +151,6 @@ def with_same_kernels(run: Callable[Inputs, Output]) -> Callable[Inputs, Output]
     """
     choices: dict[str, bool] = {}
 
-    @wraps(run)
     def run_with_choices(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Output:
         if torch.compiler.is_compiling():
             return run(*args, **kwargs)

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .operand_checks import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
+from .operand_checks import (
+    NO_DOUBLE_BACKWARD_REMEDY,
+    OperandChecks,
+    check_groups,
+    forbid_double_backward,
+    refuse_operands,
+)
 from .triton_support import can_run_triton, constant, constexpr, jit, tl
 
 # channels of a head; wider ones need more registers than a GPU has
@@ -49,8 +55,8 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward pass reads: the gradient of the outputs [B, T, H, vdim], lse [B, T, H], and
-    the product of gradient and output of each query [B, T, H].
+    """The gradient of the outputs [B, T, H, vdim], lse [B, T, H], and the product of gradient and
+    output of each query [B, T, H].
     """
 
     grad: Any
@@ -168,21 +174,35 @@ def attend_kernel(operands, out, lse, sizes):
         tl.store(lse + places, top + tl.log2(total), mask=inside)
 
 
+class QueryTile(NamedTuple):
+    """Open queries of a tile, their channels, and what the backward pass reads of them."""
+
+    rows: Any
+    inside: Any
+    q: Any
+    grad: Any
+    lse: Any
+    delta: Any
+
+
 @jit
-def load_by_query(gradients, own, rows, inside, sizes):
-    """Gradients of the outputs of some queries, their lse, and their products with the outputs."""
+def load_query_tile(operands, gradients, own, rows, inside, sizes):
+    """Queries, gradients of their outputs, their lse, and their products with the outputs."""
+    q = load_channels(operands.q, own, rows, inside, sizes.dim, sizes.dims)
     grad = load_channels(gradients.grad, own, rows, inside, sizes.vdim, sizes.vdims)
     places = (own.batch * sizes.queries + rows) * sizes.heads + own.head
     lse = tl.load(gradients.lse + places, mask=inside, other=0.0)
-    return grad, lse, tl.load(gradients.delta + places, mask=inside, other=0.0)
+    delta = tl.load(gradients.delta + places, mask=inside, other=0.0)
+    return QueryTile(rows, inside, q, grad, lse, delta)
 
 
 @jit
-def backward_tile(q, k, v, grad, lse, delta, rows, columns, inside, sizes):
-    """Weights of a tile, and gradients of its scores."""
-    weights = tl.exp2(score(q, k, rows, columns, inside, sizes) - lse[:, None])
-    by_weight = tl.dot(grad, tl.trans(v), input_precision="ieee")
-    return weights, weights * (by_weight - delta[:, None])
+def backward_tile(tile, k, v, columns, sizes):
+    """Weights of a tile of pairs, and gradients of its scores."""
+    scores = score(tile.q, k, tile.rows, columns, tile.inside, sizes)
+    weights = tl.exp2(scores - tile.lse[:, None])
+    by_weight = tl.dot(tile.grad, tl.trans(v), input_precision="ieee")
+    return weights, weights * (by_weight - tile.delta[:, None])
 
 
 @jit
@@ -190,15 +210,14 @@ def backward_queries_kernel(operands, gradients, d_q, factor, sizes):
     """Write the gradients of the open queries."""
     own, shared, rows, inside, end = find_own(operands, sizes)
     if end > 0:
-        q = load_channels(operands.q, own, rows, inside, sizes.dim, sizes.dims)
-        grad, lse, delta = load_by_query(gradients, own, rows, inside, sizes)
+        tile = load_query_tile(operands, gradients, own, rows, inside, sizes)
         sums = tl.zeros([sizes.block_rows, sizes.dims], tl.float32)
         for start in range(0, end, sizes.block_keys):
             columns = start + tl.arange(0, sizes.block_keys)
             exist = columns < sizes.keys
             k = load_channels(operands.k, shared, columns, exist, sizes.dim, sizes.dims)
             v = load_channels(operands.v, shared, columns, exist, sizes.vdim, sizes.vdims)
-            _, d_scores = backward_tile(q, k, v, grad, lse, delta, rows, columns, inside, sizes)
+            _, d_scores = backward_tile(tile, k, v, columns, sizes)
             sums = tl.dot(d_scores.to(k.dtype), k, sums, input_precision="ieee")
         store_channels(d_q, own, rows, inside, sums * factor, sizes.dim, sizes.dims)
 
@@ -225,15 +244,12 @@ def backward_keys_kernel(operands, gradients, d_k, d_v, factor, sizes):
         end = tl.load(counts + sizes.queries)
         for first in range(tl.load(counts + first_reader), end, sizes.block_rows):
             rows, inside = load_open(operands, line, first, sizes)
-            q = load_channels(operands.q, own, rows, inside, sizes.dim, sizes.dims)
-            grad, lse, delta = load_by_query(gradients, own, rows, inside, sizes)
-            weights, d_scores = backward_tile(
-                q, k, v, grad, lse, delta, rows, columns, inside, sizes
-            )
-            weights = tl.trans(weights.to(grad.dtype))
-            sums_v = tl.dot(weights, grad, sums_v, input_precision="ieee")
-            d_scores = tl.trans(d_scores.to(q.dtype))
-            sums_k = tl.dot(d_scores, q, sums_k, input_precision="ieee")
+            tile = load_query_tile(operands, gradients, own, rows, inside, sizes)
+            weights, d_scores = backward_tile(tile, k, v, columns, sizes)
+            weights = tl.trans(weights.to(v.dtype))
+            sums_v = tl.dot(weights, tile.grad, sums_v, input_precision="ieee")
+            d_scores = tl.trans(d_scores.to(k.dtype))
+            sums_k = tl.dot(d_scores, tile.q, sums_k, input_precision="ieee")
     store_channels(d_k, shared, columns, exist, sums_k * factor, sizes.dim, sizes.dims)
     store_channels(d_v, shared, columns, exist, sums_v, sizes.vdim, sizes.vdims)
 
@@ -305,6 +321,32 @@ def attend_backward(
 
 # --- The operation --------------------------------------------------------------------------------
 
+OPERANDS = {"k": "B S G K", "v": "B S G V", "opened": "bool: B T H"}
+FORM_OF_Q = "float32 float16 bfloat16: B T H K"
+CHECKS = OperandChecks("open_query_attention", q=FORM_OF_Q, **OPERANDS)
+BACKWARD_CHECKS = OperandChecks(
+    "open_query_attention_backward",
+    q=FORM_OF_Q,
+    **OPERANDS,
+    out="B T H V",
+    lse="float32: B T H",
+    grad="B T H V",
+)
+
+
+def _check_operands(checks: OperandChecks, tensors: list[Tensor], ahead: int) -> None:
+    """Raise ValueError for tensors that do not fit each other, or that no kernel takes."""
+    checks.check(*tensors)
+    q, k, v, *_ = tensors
+    check_groups(checks.operation, q.shape[2], k.shape[2])
+    if not can_run_triton(q.device):
+        refuse_operands(checks.operation, f"q is on {q.device}", "give tensors of a GPU and Triton")
+    if max(q.shape[3], v.shape[3]) > MAX_DIM[q.dtype]:
+        fact = f"heads have {q.shape[3]} and {v.shape[3]} channels"
+        refuse_operands(checks.operation, fact, f"give at most {MAX_DIM[q.dtype]}")
+    if ahead < 0:
+        refuse_operands(checks.operation, f"ahead is {ahead}", "give 0 or more")
+
 
 @torch.library.custom_op("headwise::open_query_attention", mutates_args=())
 def attend_open_queries(
@@ -320,6 +362,7 @@ def attend_open_queries(
 
     Only the counter of FLOPs reads `num_pairs`, the scores that are expected to be computed.
     """
+    _check_operands(CHECKS, [q, k, v, opened_BTH], ahead)
     return attend(q, k, v, opened_BTH, ahead, scale)
 
 
@@ -333,6 +376,8 @@ def attend_open_queries_backward(
     num_pairs: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v; `tensors` holds these, the outputs and lse."""
+    q, k, v, out, lse = tensors
+    _check_operands(BACKWARD_CHECKS, [q, k, v, opened_BTH, out, lse, grad], ahead)
     return attend_backward(grad, tensors, opened_BTH, ahead, scale)
 
 

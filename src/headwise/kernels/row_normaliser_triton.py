@@ -81,11 +81,12 @@ def load_bases(rows, row, tau, start):
 @jit
 def find_top(rows, row):
     """The row with its largest allowed score, or a finite number if none is allowed."""
-    best = tl.full([rows.block], -3.0e38, tl.float32)
+    best = tl.full([rows.block], -float("inf"), tl.float32)
     for start in range(0, rows.keys, rows.block):
         scores, _, _ = load_scores(rows, row, start)
         best = tl.maximum(best, scores)
-    return Row(row.number, row.mask, row.alpha, tl.max(best, 0))
+    top = tl.max(best, 0)
+    return Row(row.number, row.mask, row.alpha, tl.where(top == -float("inf"), 0.0, top))
 
 
 @jit
@@ -129,8 +130,8 @@ def entmax_kernel(rows, weights, row_state):
     total, _ = sum_powers(rows, row, tau)
     for start in range(0, rows.keys, rows.block):
         bases, places, inside = load_bases(rows, row, tau, start)
-        found = raise_power(bases, 1 / (row.alpha - 1)) / tl.maximum(total, 0.5)
-        tl.store(weights + places, found, mask=inside)
+        powers = raise_power(bases, 1 / (row.alpha - 1)) / tl.maximum(total, 0.5)
+        tl.store(weights + places, powers, mask=inside)
     tl.store(row_state + row.number * 2, row.top)
     tl.store(row_state + row.number * 2 + 1, tau)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import headwise as hw
 from headwise.attention.backends import linear_attention
+from headwise.attention.parts.feature_map import FeatureMap
 from support.layer_cases import check_close
 
 SPECS = {
@@ -26,6 +29,38 @@ def outputs_and_gradients(layer: hw.Attention, x: Tensor) -> list[Tensor]:
     inputs = [x, *weights]
     grads = torch.autograd.grad(y.square().sum(), inputs, allow_unused=True, materialize_grads=True)
     return [y.detach(), *grads]
+
+
+def test_wide_heads_keep_fewer_states_in_memory(monkeypatch: pytest.MonkeyPatch):
+    counts: list[int] = []
+    states = linear_attention._StateReader._states_of_chunks
+
+    def record(self: Any, state: Any, chunks: Any, is_last: bool) -> Any:
+        counts.append(chunks[0].shape[1])
+        return states(self, state, chunks, is_last)
+
+    monkeypatch.setattr(linear_attention._StateReader, "_states_of_chunks", record)
+    for heads in (32, 1):
+        spec = hw.design(preset="linear", model=512, heads=heads, pattern="causal")
+        counts.clear()
+        with torch.no_grad():
+            hw.Attention(spec, backend="linear")(torch.randn(1, 33 * 64, 512))
+        assert max(counts) == (32 if heads == 32 else 7)
+
+
+def test_an_own_part_gets_a_state_of_every_row(monkeypatch: pytest.MonkeyPatch):
+    """A sum may be written by shapes: the state has as many rows as the keys."""
+    rows: list[tuple[int, int]] = []
+    update = FeatureMap.update_state
+
+    def record(self: Any, state: Any, k: Tensor, *rest: Any) -> Any:
+        rows.append((len(state["kv"]), len(k)))
+        return update(self, state, k, *rest)
+
+    monkeypatch.setattr(FeatureMap, "update_state", record)
+    hw.Attention(SPECS["elu"], backend="linear")(torch.randn(2, 200, 12))
+    assert rows
+    assert all(one == other > 0 for one, other in rows)
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -20,7 +20,12 @@ SPECS = {
     name: hw.design(preset=name, model=16, heads=4, pattern="causal")
     for name in ("mha", "gqa", "linear", "dcmha", "talking", "entmax", "moh", "forgetting")
 }
-SPECS["window"] = hw.design(preset="talking", model=16, heads=4, pattern="window(40)")
+SPECS["window"] = hw.design(model=16, heads=4, pattern="window(40) | first(2)")
+SPECS["mixed window"] = hw.design(preset="talking", model=16, heads=4, pattern="window(40)")
+SPECS["several patterns"] = hw.design(
+    model=16, heads=4, pattern="perhead((causal(), window(40)), (0, 1, 1, 0))"
+)
+SPECS["later keys"] = hw.design(model=16, heads=4, pattern="full()")
 
 
 def padded(x: Tensor) -> hw.SequenceInfo:
@@ -49,17 +54,24 @@ def test_rows_equal_their_texts_alone(name: str):
         check_close(one, other, rtol=1e-9, atol=1e-10)
 
 
-def test_padding_reads_nothing_and_is_not_read():
-    """Outputs are zero there, and what stands there changes no other row."""
+@pytest.mark.parametrize("name", ["mha", "gqa", "linear", "window"])
+@pytest.mark.parametrize("value", [1e20, torch.inf, torch.nan])
+def test_padding_reads_nothing_and_is_not_read(name: str, value: float):
+    """Outputs are zero there, and what stands there changes no other output and no gradient."""
     torch.manual_seed(0)
-    layer = hw.Attention(SPECS["mha"])
+    layer = hw.Attention(SPECS[name])
     x = torch.randn(len(LENGTHS), max(LENGTHS), 16)
     sequence = padded(x)
-    with torch.no_grad():
-        y = layer(x, sequence=sequence)
-        changed = layer(x.masked_fill(~sequence.is_real[..., None], 1e4), sequence=sequence)
-    assert torch.equal(y[sequence.is_real], changed[sequence.is_real])
-    assert not y[~sequence.is_real].any()
+    results: list[list[Tensor]] = []
+    for filling in (0.0, value):
+        own = x.masked_fill(~sequence.is_real[..., None], filling).requires_grad_()
+        y = layer(own, sequence=sequence)
+        (y[sequence.is_real] ** 2).sum().backward()
+        assert own.grad is not None
+        results.append([y[sequence.is_real], own.grad[sequence.is_real]])
+        assert not y[~sequence.is_real].any()
+    for clean, other in zip(*results, strict=True):
+        assert torch.equal(clean, other)
 
 
 def test_torch_gets_a_causal_flag_and_no_mask(monkeypatch: pytest.MonkeyPatch):

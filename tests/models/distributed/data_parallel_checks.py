@@ -155,6 +155,7 @@ def steps(folder: Path) -> dict[str, Any]:
         return {
             way: {case: steps_of_case(case, launch, way) for case in STEPPED}
             | {"bf16": steps_of_case("echo", launch, way, "bf16")}
+            | {"bf16 odd": steps_of_case("odd", launch, way, "bf16")}
             for way in parallelisms_of(launch)
         }
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import headwise as hw
 from headwise.models.distributed import Parallelism, ProcessInfo
+from headwise.models.distributed.sharded_model import LINEAR_MAP
 from headwise.training import train
 from headwise.training.data import IGNORE_INDEX
 from headwise.util.errors import SpecError
@@ -126,6 +127,27 @@ def test_matrices_are_gathered_in_the_dtype_of_autocast(stepped: list[dict[str, 
         assert (gradient - wanted).abs().max() <= 1e-2 * wanted.abs().max()
     assert narrow["losses"] == pytest.approx(whole["losses"], rel=1e-2)
     assert all(one.dtype == torch.float32 for one in narrow["weights"].values())
+
+
+def test_routers_and_shared_tables_are_not_rounded(stepped: list[dict[str, Any]]):
+    """Autocast does not round them either."""
+    odd, whole = (stepped[0][way]["bf16 odd"] for way in ("shards=2", "data=2"))
+    assert odd["dtypes"] == {
+        (True, torch.bfloat16),
+        (True, torch.float32),
+        (False, torch.float32),
+    }
+    assert odd["losses"][0] == pytest.approx(whole["losses"][0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("preset", "is_narrow"), [("gqa", True), ("mla", True), ("dcmha", False), ("kha", False)]
+)
+def test_layers_with_other_weights_than_those_of_linear_maps(preset: str, is_narrow: bool):
+    """Their layers are gathered as they are stored; vectors do not count."""
+    layer = hw.Attention(hw.design(preset=preset, model=32, heads=4, pattern="causal"))
+    names = [f"attention.{name}" for name, p in layer.named_parameters() if p.dim() > 1]
+    assert all(map(LINEAR_MAP.search, names)) == is_narrow
 
 
 @pytest.mark.parametrize("case", ["echo", "odd"])

@@ -75,6 +75,8 @@ POINTS_IN_KEYS = (
 )
 # those that support heads with different patterns in one call
 MASK_PER_HEAD_BACKENDS = ("chunked", "dense")
+# tensors of all pairs that a probe can show
+SHOWN_PAIRS = frozenset({"scores", "weights", "lse"})
 LENGTHS_TOGETHER = 32
 MAX_KEPT_SIZES = 1024
 LONGEST = CallSize(1, 2**62, 2**62, 2**62)  # a size beyond every finite crossover point
@@ -105,11 +107,23 @@ class CoreDispatch:
     def attend(self, inputs: CoreInputs) -> Tensor:
         """Per-head outputs o_BTRV, computed by the backend that `select` names."""
         mask = inputs.mask
-        name = self.select(mask, *inputs.q.shape[:2])
+        inputs = self._without_padding(inputs)
+        name = self.select(inputs.mask, *inputs.q.shape[:2])
         outputs: Tensor = BACKENDS[name].attend(self.signature, inputs)
-        if mask.is_padded_triangle:
+        if inputs.mask is not mask:
             return outputs.masked_fill(~mask.queries.is_real[..., None, None], 0.0)
         return outputs
+
+    def _without_padding(self, inputs: CoreInputs) -> CoreInputs:
+        """The inputs with zeros as padding and a mask that knows none, if that changes only the
+        outputs of queries that are padding.
+        """
+        mask = inputs.mask
+        if not mask.hides_only_padded_queries or self.signature.probed_tensors & SHOWN_PAIRS:
+            return inputs
+        is_padding = ~mask.queries.is_real[..., None, None]
+        q, k, v = (x.masked_fill(is_padding, 0.0) for x in (inputs.q, inputs.k, inputs.v))
+        return inputs._replace(q=q, k=k, v=v, mask=mask.without_padding())
 
     @property
     def may_refuse(self) -> bool:
@@ -177,7 +191,7 @@ class CoreDispatch:
         """Why each backend does not run these tensors; no reasons for the one that does, and for
         those behind it.
         """
-        mask = inputs.mask
+        mask = self._without_padding(inputs).mask
         batch, queries = inputs.q.shape[:2]
         selected = self.select(mask, batch, queries)
         names = preference_order(self.signature)

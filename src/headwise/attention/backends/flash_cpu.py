@@ -114,8 +114,9 @@ def _key_ranges(attention_mask: AttentionMask) -> tuple[Tensor | None, int | Non
 
 
 def keys_ahead(attention_mask: AttentionMask) -> int | None:
-    """How many keys after its own number a query reads: all for a full mask; None if the mask is
-    neither full nor causal, as far as is known without reading tensors.
+    """The number n such that query t reads the keys up to t + n: all keys for a full mask.
+
+    None if the mask is neither full nor causal, as far as is known without reading tensors.
     """
     if attention_mask.shape == "full":
         return attention_mask.keys.count

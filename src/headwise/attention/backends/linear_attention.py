@@ -22,7 +22,7 @@ from .core_interface import (
 )
 
 CHUNK_SIZE = 64  # tokens that are scored before they are added to the state
-CHUNKS_TOGETHER = 32  # chunks whose states are in memory together, as rows of a batch
+CHUNKS_TOGETHER = 32  # most chunks whose states are in memory together, as rows of a batch
 
 
 def boundary_lengths() -> tuple[int, ...]:
@@ -187,11 +187,15 @@ class _StateReader:
         self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]
     ) -> Tensor:
         """o_BHTV under a causal mask: the scores of each chunk, and the state of all tokens before
-        it. Whole chunks behind the first are rows of a batch, `CHUNKS_TOGETHER` at a time.
+        it. Whole chunks behind the first are rows of a batch, as many at a time as have states no
+        larger than their keys and values, but a few, and at most `CHUNKS_TOGETHER`.
         """
         count = q_BHTK.shape[2]
         whole = count // CHUNK_SIZE * CHUNK_SIZE
-        bounds = [0, *range(CHUNK_SIZE, whole, CHUNKS_TOGETHER * CHUNK_SIZE), whole, count]
+        state_size = sum(one[0].numel() for one in state.values())
+        chunk_size = sum(one[0, :, :CHUNK_SIZE].numel() for one in (k_BHSK, v_BHSV))
+        together = min(CHUNKS_TOGETHER, max(1, CHUNKS_TOGETHER * chunk_size // max(1, state_size)))
+        bounds = [0, *range(CHUNK_SIZE, whole, together * CHUNK_SIZE), whole, count]
         outputs: list[Tensor] = []
         for start, end in pairwise(bounds):
             if start < end:
@@ -210,19 +214,26 @@ class _StateReader:
 
     def _states_of_chunks(
         self, state: Mapping[str, Tensor], chunks: list[Tensor], is_last: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The state before each chunk, [B, C, ...], and that after all, unless it is the last."""
+    ) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
+        """The state before each chunk, [B, C, ...], and that after all; of the last chunk of a text
+        nothing is added.
+        """
         batch, count = chunks[0].shape[:2]
         added = count - is_last
-        none = {name: torch.zeros_like(one[:1]) for name, one in state.items()}
+        if not added:
+            return {name: tensor[:, None] for name, tensor in state.items()}, state
         k, v = (one[:, :added].flatten(0, 1) for one in chunks[1:])
-        sums = self._update_state(none, k, v)
-        states = {
-            name: torch.cat([one[:, None], sums[name].unflatten(0, (batch, added))], 1).cumsum(1)
-            for name, one in state.items()
+        zeros = {
+            name: torch.zeros_like(tensor[:1]).expand(len(k), *tensor.shape[1:])
+            for name, tensor in state.items()
         }
-        before = {name: one[:, :count] for name, one in states.items()}
-        return before, {name: one[:, -1] for name, one in states.items()}
+        sums = self._update_state(zeros, k, v)
+        states = {
+            name: torch.cat([tensor[:, None], sums[name].unflatten(0, (batch, added))], 1).cumsum(1)
+            for name, tensor in state.items()
+        }
+        before = {name: tensor[:, :count] for name, tensor in states.items()}
+        return before, {name: tensor[:, -1] for name, tensor in states.items()}
 
     def _update_state(
         self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor

@@ -211,13 +211,11 @@ def split_call(mask: AttentionMask) -> list[QueryBlock]:
     """The blocks of one call; queries at unknown positions have all keys."""
     queries = mask.queries
     keys = mask.keys
-    is_padded = mask.has_all_queries and queries.pads_right
-    first_query, first_key = (0, 0) if is_padded else (queries.start, keys.start)
-    if first_query is None or first_key is None or queries.count <= QUERY_BLOCK_SIZE:
+    if queries.start is None or keys.start is None or queries.count <= QUERY_BLOCK_SIZE:
         every = (range(keys.count),)
         return [QueryBlock(rows, every) for rows in split_range(queries.count)]
-    query_positions = range(first_query, first_query + queries.count)
-    key_positions = range(first_key, first_key + keys.count)
+    query_positions = range(queries.start, queries.start + queries.count)
+    key_positions = range(keys.start, keys.start + keys.count)
     return [*split_queries(mask.pattern, query_positions, key_positions)]
 
 

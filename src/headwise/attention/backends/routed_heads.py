@@ -133,8 +133,6 @@ def attend(call: CallSignature, inputs: CoreInputs) -> Tensor:
         for shares, gate in zip(_open_shares(call), inputs.gates, strict=True):
             if shares is not None:
                 opened &= gate[..., 0] != 0
-        if inputs.mask.is_padded_triangle:
-            opened &= inputs.mask.queries.is_real[..., None]
     if can_run(call.device):
         ahead = flash_cpu.keys_ahead(inputs.mask)
         assert ahead is not None, "mask_conflicts refuses such a mask"

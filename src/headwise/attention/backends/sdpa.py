@@ -195,10 +195,9 @@ def softmax_args(inputs: CoreInputs) -> SoftmaxArgs:
     """Mask, causal flag, bias and sinks of a plain softmax call."""
     mask = inputs.mask
     bias = inputs.steps.additive_bias(inputs) if inputs.steps.scores else None
-    is_causal = mask.shape == "triangle" and not mask.is_padded_triangle
     return SoftmaxArgs(
-        None if is_causal or mask.shape == "full" else mask.allowed,
-        is_causal,
+        mask.allowed if mask.shape == "any" else None,
+        mask.shape == "triangle",
         bias,
         inputs.steps.sinks,
     )

@@ -41,12 +41,14 @@ class SequenceInfo:
     - `visible_per_row` [B]: their number in each row, if rows differ;
     - `block_table` (set by a paged cache): the location of the tokens in pages;
     - `lengths` (set by `packed`): the lengths of the texts in each row;
-    - `has_padding`: False if no token is padding; `pads_right`: rows are one text each, with padding
-      behind it; `position_bound`: no position is above it;
+    - `has_padding`: False if no token is padding;
+    - `pads_right`: True if each row is one text, with padding behind it;
+    - `position_bound`: no position is above it;
     - `in_order`: positions grow within each segment.
 
-    What is not known is read from the device once, and kept: `real_tokens`, `max_position`, and in
-    `derived` what the caches of a model derive from the tokens, the same for all layers.
+    Both tensors are not to be changed. What is not known is read from the device once, and kept:
+    `real_tokens`, `max_position`, and in `derived` what the caches of a model derive from the
+    tokens, the same for all layers.
 
     >>> SequenceInfo.from_batch(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
     [[0, 0, 0], [0, 0, -1]]
@@ -369,12 +371,20 @@ class AttentionMask:
         return self.keys is self.queries and self.mask is None
 
     @property
-    def is_padded_triangle(self) -> bool:
-        """True for causal texts with padding behind them: their tokens attend as under a triangle,
-        which padding does not change; queries that are padding attend to nothing.
+    def hides_only_padded_queries(self) -> bool:
+        """True if padding stands behind the texts, and no query attends to later keys: then only
+        the queries that are padding attend to other keys than without padding, to none.
         """
-        is_causal = self.has_all_queries and isinstance(self.pattern, Causal)
-        return is_causal and self.queries.pads_right
+        reads_past = self.pattern.tokens_before_decode == 0
+        return reads_past and self.has_all_queries and self.queries.pads_right
+
+    def without_padding(self) -> AttentionMask:
+        """The mask if all these tokens were real, the same for all layers of a model."""
+        tokens = self.queries.derived.get("as if real")
+        if tokens is None:
+            tokens = SequenceInfo.contiguous(0, self.queries.count, self.queries.device)
+            self.queries.derived["as if real"] = tokens
+        return AttentionMask(tokens, tokens, self.pattern)
 
     @property
     def differs_by_head(self) -> bool:
@@ -385,8 +395,8 @@ class AttentionMask:
     def shape(self) -> str:
         """The shape of the mask if it is known without reading tensors from the device.
 
-        "full": every query may attend to every key; "triangle": a square causal mask, for queries
-        that are no padding; "any": anything else.
+        "full": every query may attend to every key; "triangle": a square causal mask; "any":
+        anything else.
         """
         if not self._shape:
             self._shape = self._classify_shape()
@@ -401,8 +411,6 @@ class AttentionMask:
             return "any"
         if self.mask is None and self.keys.num_visible == num_keys:
             return "full"
-        if self.is_padded_triangle:
-            return "triangle"
         if self.mask is not None or query_start is None or key_start is None:
             return "any"
         if isinstance(self.pattern, Causal):  # counting pairs takes longer

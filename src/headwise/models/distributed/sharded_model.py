@@ -5,6 +5,7 @@ tensor (FSDP2, 2304.11277), or some heads and hidden units (tensor parallelism).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
@@ -407,15 +408,21 @@ class FSDPSharding:
         return part.square().sum()
 
 
+WHOLE_SUFFIXES = ("router", "_bias")
+# weights that only linear maps read
+LINEAR_MAP = re.compile(r"\b(project\.(q|k|v|kv_down|k_up|v_up)|output\.o|(feed|expert)\.\w+)$")
+
+
 def apply_fsdp(
     net: Transformer, process_mesh: ProcessMesh, dtype: torch.dtype | None = None
 ) -> ShardedModel:
     """Shard a model with FSDP2: one layer is gathered at a time, embeddings and heads once per
     step.
 
-    Tied tensors stay whole because they are read outside the layer that owns them; vectors and
-    scalars stay whole as well. The matrices of layers are gathered in `dtype`, to which autocast
-    converts them anyway, and their gradients are summed in float32.
+    Tied tensors stay whole because they are read outside the layer that owns them; vectors,
+    scalars, routers and biases of experts stay whole as well. Where all other weights of a layer
+    are those of linear maps, they are gathered in `dtype`, to which autocast converts them anyway,
+    and their gradients are summed in float32; else they are gathered as they are.
 
     The model is sharded on meta, so that no rank but the leader ever has it as a whole; then the
     leader sends each tensor to all ranks, which keep their slices.
@@ -429,12 +436,19 @@ def apply_fsdp(
     net = net.to("meta")
     trainable = [name for name, p in net.named_parameters() if p.requires_grad]
     tied = {name for name, weight in net.spec.params().items() if weight.tied_to}
-    unsharded = {name: p for name, p in net.named_parameters() if name in tied or p.dim() < 2}
+    unsharded = {
+        name: p
+        for name, p in net.named_parameters()
+        if name in tied or p.dim() < 2 or not p.numel() or name.endswith(WHOLE_SUFFIXES)
+    }
     whole = set(unsharded.values())
     sums = None if dtype is None else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums, cast_forward_inputs=False)
+    narrow = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sums, cast_forward_inputs=False)
+    as_stored = MixedPrecisionPolicy(cast_forward_inputs=False)
     for layers in net.stacks.values():
         for layer in layers.blocks:
+            names = [name for name, p in layer.named_parameters() if p not in whole]
+            policy = narrow if all(map(LINEAR_MAP.search, names)) else as_stored
             fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=whole)
     batch_forward = BatchForward(net)
     fully_shard(batch_forward, mesh=mesh, ignored_params=whole)

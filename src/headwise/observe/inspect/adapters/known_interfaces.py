@@ -278,8 +278,7 @@ class HeadwiseCall(ObservedCall):
     @cached_property
     def _causal_inputs(self) -> AttentionInputs | None:
         """Return the whole call if its mask is causal and nothing else changes scores."""
-        mask = self.inputs.mask
-        if self.inputs.steps.scores or mask.shape != "triangle" or mask.is_padded_triangle:
+        if self.inputs.steps.scores or self.inputs.mask.shape != "triangle":
             return None
         return self._make_inputs(self._inputs_by_head)
 
