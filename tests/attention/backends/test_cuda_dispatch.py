@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headwise as hw
 from attention.backends.fake_cuda import calls_on_cuda, meta_input
@@ -260,6 +261,45 @@ def test_cached_masks_allow_the_pairs_of_the_pattern(pattern: str, starts: tuple
         .unflatten(2, (3, 128))
     )
     assert torch.equal(mask.to_dense()[0, 0].bool(), blocks.any(3).any(1))
+
+
+PATTERNS = (
+    "causal()",
+    "full()",
+    "window(20)",
+    "window(300) | first(3)",
+    "dilated(100, 2)",
+    "prefix(140)",
+    "global((5, 130))",
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_blocks_are_those_that_torch_makes_of_all_pairs(pattern: str):
+    """Also which of them need no test of their pairs."""
+    tokens = SequenceInfo.contiguous(0, 700, "cpu")
+    flex_mask = flex.block_mask(AttentionMask(tokens, tokens, parse_pattern(pattern)), 1, "cpu")
+    made = create_block_mask(flex_mask.mask_mod, None, None, 700, 700, "cpu")
+    assert torch.equal(flex_mask.to_dense(), made.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks"):
+        found, wanted = (getattr(mask, name) for mask in (flex_mask, made))
+        assert torch.equal(found, wanted)
+    assert torch.equal(flex_mask.q_num_blocks, made.q_num_blocks)
+
+
+def test_no_tensor_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch):
+    sizes: list[int] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            result = func(*args, **(kwargs or {}))
+            sizes.extend(one.numel() for one in [result] if isinstance(one, Tensor))
+            return result
+
+    tokens = SequenceInfo.contiguous(0, 2**16, "cpu")
+    with Record():
+        flex.block_mask(AttentionMask(tokens, tokens, parse_pattern("window(128)")), 1, "cpu")
+    assert 0 < max(sizes) < 2 * (2**16 // 128) ** 2
 
 
 def test_masks_of_documents_are_kept_with_their_positions():

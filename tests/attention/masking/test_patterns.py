@@ -182,6 +182,18 @@ def test_reach_covers_exactly_the_keys_that_are_read(pattern, queries, keys):
     ]
 
 
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(trees, spans, spans)
+def test_shared_keys_are_read_by_all_queries(pattern, queries, keys):
+    """Some may be missing, where keys lie in different spans of two queries."""
+    shared = [j for span in pattern.shared_keys(queries, keys) for j in span]
+    every = {j for j in keys if all(pattern.allows(i, j) for i in queries)}
+    assert shared == sorted(set(shared))
+    assert set(shared) <= every
+    if len(queries) == 1 or isinstance(pattern, (Causal, Full, Window)):
+        assert set(shared) == (every if queries else set())
+
+
 @pytest.mark.parametrize("pattern", EACH + JOINED, ids=str)
 def test_spans_are_the_allowed_keys_in_order(pattern):
     for i, keys in itertools.product(range(31), [range(33), range(4, 9)]):

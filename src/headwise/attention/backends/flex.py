@@ -8,18 +8,21 @@ import shutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..interfaces import JointStep, ScoreStep, ValueStep
 from ..interfaces.core_types import CallSize
-from ..masking.patterns import Causal, Full
+from ..masking.patterns import Causal, Full, Pattern
 from ..masking.sequence_info import AttentionMask, SequenceInfo
 from ..parts.dot_product import DotProduct
 from ..parts.softmax import SinkSoftmax, Softmax, WeightDropout
 from .core_interface import CallSignature, CoreInputs, never_slower, no_mask_conflicts
 
-FLEX_BLOCK_LENGTHS = (127, 128, 129)  # lengths around the block size of its kernels, for tests
+FLEX_BLOCK_SIZE = 128  # queries and keys of a block of its kernels
+FLEX_BLOCK_LENGTHS = (127, 128, 129)  # lengths around it, for tests
 
 
 def unsupported_reasons(call: CallSignature) -> list[str]:
@@ -192,11 +195,48 @@ def block_mask(attention_mask: AttentionMask, batch: int, device: str) -> Any:
         if len(_MASK_CACHE) >= MAX_CACHED_MASKS:
             _MASK_CACHE.clear()
 
-        def allowed(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
-            return pattern.allows(t + query_start, s + key_start)
-
-        mask = _MASK_CACHE[key] = _make_block_mask(allowed, None, attention_mask, device)
+        query_positions = range(query_start, query_start + queries.count)
+        key_positions = range(key_start, key_start + keys.count)
+        mask = _MASK_CACHE[key] = _blocks_of_pattern(
+            pattern, query_positions, key_positions, device
+        )
     return mask
+
+
+def _blocks_of_pattern(pattern: Pattern, queries: range, keys: range, device: str) -> Any:
+    """The block mask of consecutive positions, from the pattern's own ranges of keys: it never
+    holds a pair of tokens, of which 100,000 have 10^10.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def allowed(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        return pattern.allows(t + queries.start, s + keys.start)
+
+    size = FLEX_BLOCK_SIZE
+    shape = -(-len(queries) // size), -(-len(keys) // size)
+    is_read, is_whole = np.zeros(shape, bool), np.zeros(shape, bool)
+    for row in range(shape[0]):
+        own = queries[row * size : (row + 1) * size]
+        for span in pattern.visible_keys(own, keys):
+            start, stop = span.start - keys.start, span.stop - keys.start
+            is_read[row, start // size : -(-stop // size)] = True
+        for span in pattern.shared_keys(own, keys) if len(own) == size else ():
+            start, stop = span.start - keys.start, span.stop - keys.start
+            is_whole[row, -(-start // size) : stop // size] = True
+    return BlockMask.from_kv_blocks(
+        *_list_blocks(is_read & ~is_whole, device),
+        *_list_blocks(is_whole, device),
+        BLOCK_SIZE=size,
+        mask_mod=allowed,
+        seq_lengths=(len(queries), len(keys)),
+    )
+
+
+def _list_blocks(is_listed: NDArray[np.bool_], device: str) -> tuple[Tensor, Tensor]:
+    """The number of listed blocks in each row, and their columns in order, before all others."""
+    columns = np.argsort(~is_listed, axis=1, kind="stable").astype(np.int32)
+    counts, columns = map(torch.from_numpy, (is_listed.sum(1, dtype=np.int32), columns))
+    return counts[None, None].to(device), columns[None, None].to(device)
 
 
 class _SequenceBlockMask(NamedTuple):

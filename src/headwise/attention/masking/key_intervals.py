@@ -9,7 +9,7 @@ sinks and prefixes does not grow with the sequence length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, product
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -243,22 +243,43 @@ def count_pairs(pattern: HasKeySpans, queries: range, keys: range) -> int:
 
 
 def union_of_spans(pattern: HasKeySpans, queries: range, keys: range) -> list[range]:
-    """The keys that at least one of the queries may attend to, as disjoint spans in order.
+    """The keys that at least one of the queries may attend to, as disjoint spans in order."""
+    spans: list[range] = []
+    for first, last in spans_of_stretches(pattern, queries, keys):
+        ends = zip(first, last, strict=True)
+        spans += [range(min(a.start, b.start), max(a.stop, b.stop)) for a, b in ends]
+    return spans_covered(spans, 1)
 
-    Between two boundary rows, the ends of a span move by at most one key per row, so the union over
-    the rows is the range from the smaller start to the larger stop of its first and last row.
+
+def intersection_of_spans(pattern: HasKeySpans, queries: range, keys: range) -> list[range]:
+    """The keys that all of the queries may attend to, as disjoint spans in order; without those
+    that lie in different spans of two queries.
     """
     spans: list[range] = []
+    num_stretches = 0
+    for first, last in spans_of_stretches(pattern, queries, keys):
+        num_stretches += 1
+        spans += map(intersect, first, last)
+    return spans_covered(spans, num_stretches)
+
+
+def spans_of_stretches(
+    pattern: HasKeySpans, queries: range, keys: range
+) -> Iterator[tuple[list[range], list[range]]]:
+    """Yield the spans of the first and the last query of stretches of queries.
+
+    Between these two, the ends of each span move by at most one key per query, all in the same
+    direction. Where spans appear or vanish, a stretch is one query.
+    """
     for top, stop in pairwise(boundary_rows(pattern, queries, keys)):
         first = list(filter(None, pattern.spans(top, keys)))
         last = list(filter(None, pattern.spans(stop - 1, keys)))
         if len(first) == len(last):
-            ends = zip(first, last, strict=True)
-            spans += [range(min(a.start, b.start), max(a.stop, b.stop)) for a, b in ends]
+            yield first, last
         else:
             for i in range(top, stop):
-                spans += pattern.spans(i, keys)
-    return spans_covered(spans, 1)
+                own = list(filter(None, pattern.spans(i, keys)))
+                yield own, own
 
 
 def boundary_rows(pattern: HasKeySpans, queries: range, keys: range) -> Sequence[int]:

@@ -23,6 +23,7 @@ from .key_intervals import (
     boundary_rows,
     count_pairs,
     intersect,
+    intersection_of_spans,
     largest_retention,
     longest_prefix,
     smallest_retention,
@@ -225,6 +226,17 @@ class Pattern(ABC):
         [range(0, 2), range(97, 110)]
         """
         return union_of_spans(self, queries, keys) if queries and keys else []
+
+    @final
+    def shared_keys(self, queries: range, keys: range) -> list[range]:
+        """Keys that all of these queries may attend to, as disjoint ranges in order: all such keys
+        of windows and other bands, and their unions with fixed keys.
+
+        >>> from headwise.attention.masking.patterns import First, Window
+        >>> (Window(20) | First(2)).shared_keys(range(100, 110), range(200))
+        [range(0, 2), range(90, 101)]
+        """
+        return intersection_of_spans(self, queries, keys) if queries and keys else []
 
     def __and__(self, other: Pattern) -> Pattern:
         return _combine(And, self, other)
