@@ -187,8 +187,8 @@ class _StateReader:
         self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]
     ) -> Tensor:
         """o_BHTV under a causal mask: the scores of each chunk, and the state of all tokens before
-        it. Whole chunks behind the first are rows of a batch, as many at a time as have states no
-        larger than their keys and values, but a few, and at most `CHUNKS_TOGETHER`.
+        it. Whole chunks behind the first are rows of a batch: `CHUNKS_TOGETHER` at a time, or fewer
+        if their states were larger than the keys and values of so many.
         """
         count = q_BHTK.shape[2]
         whole = count // CHUNK_SIZE * CHUNK_SIZE
