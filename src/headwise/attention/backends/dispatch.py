@@ -107,7 +107,8 @@ class CoreDispatch:
     def attend(self, inputs: CoreInputs) -> Tensor:
         """Per-head outputs o_BTRV, computed by the backend that `select` names."""
         mask = inputs.mask
-        inputs = self._without_padding(inputs)
+        if mask.queries.pads_right:
+            inputs = self._without_padding(inputs)
         name = self.select(inputs.mask, *inputs.q.shape[:2])
         outputs: Tensor = BACKENDS[name].attend(self.signature, inputs)
         if inputs.mask is not mask:

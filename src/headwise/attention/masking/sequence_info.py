@@ -379,11 +379,12 @@ class AttentionMask:
         return reads_past and self.has_all_queries and self.queries.pads_right
 
     def without_padding(self) -> AttentionMask:
-        """The mask if all these tokens were real, the same for all layers of a model."""
-        tokens = self.queries.derived.get("as if real")
-        if tokens is None:
-            tokens = SequenceInfo.contiguous(0, self.queries.count, self.queries.device)
-            self.queries.derived["as if real"] = tokens
+        """The mask if all these tokens were real, with the same tokens for all layers of a model
+        (in a compiled graph, which may not change them, with own ones).
+        """
+        tokens = SequenceInfo.contiguous(0, self.queries.count, self.queries.device)
+        if not torch.compiler.is_compiling():
+            tokens = self.queries.derived.setdefault("as if real", tokens)
         return AttentionMask(tokens, tokens, self.pattern)
 
     @property
