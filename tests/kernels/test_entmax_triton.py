@@ -12,18 +12,10 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.kernels import row_normaliser_triton, row_normalisers, triton_support
-from headwise.kernels.triton_support import IS_INTERPRETED, triton
-from kernels.triton_cases import DEVICE, random_rows, run_entmax
+from kernels.triton_cases import DEVICE, NEEDS_TRITON, random_rows, run_entmax
 from support.layer_cases import check_close
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(triton is None, reason="Triton is not installed; run make triton"),
-    pytest.mark.skipif(
-        DEVICE == "cpu" and not IS_INTERPRETED,
-        reason="Triton is not interpreted and there is no GPU; run make triton",
-    ),
-]
+pytestmark = [pytest.mark.triton, *NEEDS_TRITON]
 STEP = 1e-6
 ALPHAS = {
     "1.5": (1.5, 1.5),

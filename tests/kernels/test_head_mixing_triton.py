@@ -10,18 +10,10 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.kernels import head_mixing, head_mixing_triton, triton_support
-from headwise.kernels.triton_support import IS_INTERPRETED, triton
-from kernels.triton_cases import DEVICE, MixedHeads
+from kernels.triton_cases import DEVICE, NEEDS_TRITON, MixedHeads
 from support.layer_cases import check_close
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(triton is None, reason="Triton is not installed; run make triton"),
-    pytest.mark.skipif(
-        DEVICE == "cpu" and not IS_INTERPRETED,
-        reason="Triton is not interpreted and there is no GPU; run make triton",
-    ),
-]
+pytestmark = [pytest.mark.triton, *NEEDS_TRITON]
 CASES = {
     "both sides": lambda: MixedHeads((2, 4, 5, 65), (2, 2)),
     "queries, two groups": lambda: MixedHeads((1, 6, 17, 33), (1, 0), groups=2),

@@ -13,18 +13,10 @@ import headwise as hw
 from headwise.attention.backends import CallSignature, routed_heads
 from headwise.attention.interfaces.core_types import CallSize
 from headwise.kernels import open_query_attention, triton_support
-from headwise.kernels.triton_support import IS_INTERPRETED, triton
-from kernels.triton_cases import DEVICE, OpenQueries
+from kernels.triton_cases import DEVICE, NEEDS_TRITON, OpenQueries
 from support.layer_cases import check_close
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.skipif(triton is None, reason="Triton is not installed; run make triton"),
-    pytest.mark.skipif(
-        DEVICE == "cpu" and not IS_INTERPRETED,
-        reason="Triton is not interpreted and there is no GPU; run make triton",
-    ),
-]
+pytestmark = [pytest.mark.triton, *NEEDS_TRITON]
 CASES = {
     "causal, two heads to a key": lambda: OpenQueries((2, 70, 70, 4, 2), (24, 16), 0.5),
     "behind a cache": lambda: OpenQueries((1, 33, 50, 3, 1), (16, 40), 0.3, ahead=17),

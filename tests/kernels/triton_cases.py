@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -16,9 +17,17 @@ from headwise.kernels.head_statistics import (
     head_statistics,
     uniform_statistics,
 )
-from headwise.kernels.triton_support import IS_INTERPRETED
+from headwise.kernels.triton_support import IS_INTERPRETED, triton
 
 DEVICE = "cpu" if IS_INTERPRETED or not torch.cuda.is_available() else "cuda"
+# marks of tests that run kernels
+NEEDS_TRITON = (
+    pytest.mark.skipif(triton is None, reason="Triton is not installed; run make triton"),
+    pytest.mark.skipif(
+        DEVICE == "cpu" and not IS_INTERPRETED,
+        reason="Triton is not interpreted and there is no GPU; run make triton",
+    ),
+)
 HEADS = 2
 KV_HEADS = (1, 0)
 OPTIONS = ("causal", "full", "holes", "heads", "bias", "softcap", "sinks", "cross")

@@ -125,6 +125,16 @@ def load_open(operands, line, first, sizes):
 
 
 @jit
+def load_key_tile(operands, shared, start, sizes):
+    """The numbers of the next keys, which of them exist, and the keys and values."""
+    columns = start + tl.arange(0, sizes.block_keys)
+    exist = columns < sizes.keys
+    k = load_channels(operands.k, shared, columns, exist, sizes.dim, sizes.dims)
+    v = load_channels(operands.v, shared, columns, exist, sizes.vdim, sizes.vdims)
+    return columns, exist, k, v
+
+
+@jit
 def score(q, k, rows, columns, inside, sizes):
     """Scores of a tile in base 2, [rows, columns]; `NO_SCORE` for pairs that are not allowed."""
     allowed = (columns[None] <= rows[:, None] + sizes.ahead) & (columns[None] < sizes.keys)
@@ -156,10 +166,7 @@ def attend_kernel(operands, out, lse, sizes):
         total = tl.zeros([sizes.block_rows], tl.float32)
         sums = tl.zeros([sizes.block_rows, sizes.vdims], tl.float32)
         for start in range(0, end, sizes.block_keys):
-            columns = start + tl.arange(0, sizes.block_keys)
-            exist = columns < sizes.keys
-            k = load_channels(operands.k, shared, columns, exist, sizes.dim, sizes.dims)
-            v = load_channels(operands.v, shared, columns, exist, sizes.vdim, sizes.vdims)
+            columns, _, k, v = load_key_tile(operands, shared, start, sizes)
             scores = score(q, k, rows, columns, inside, sizes)
             highest = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - highest[:, None])
@@ -213,10 +220,7 @@ def backward_queries_kernel(operands, gradients, d_q, factor, sizes):
         tile = load_query_tile(operands, gradients, own, rows, inside, sizes)
         sums = tl.zeros([sizes.block_rows, sizes.dims], tl.float32)
         for start in range(0, end, sizes.block_keys):
-            columns = start + tl.arange(0, sizes.block_keys)
-            exist = columns < sizes.keys
-            k = load_channels(operands.k, shared, columns, exist, sizes.dim, sizes.dims)
-            v = load_channels(operands.v, shared, columns, exist, sizes.vdim, sizes.vdims)
+            columns, _, k, v = load_key_tile(operands, shared, start, sizes)
             _, d_scores = backward_tile(tile, k, v, columns, sizes)
             sums = tl.dot(d_scores.to(k.dtype), k, sums, input_precision="ieee")
         store_channels(d_q, own, rows, inside, sums * factor, sizes.dim, sizes.dims)
@@ -228,11 +232,8 @@ def backward_keys_kernel(operands, gradients, d_k, d_v, factor, sizes):
     batch = tl.program_id(2).to(tl.int64)
     kv_head = tl.program_id(1)
     begin = tl.program_id(0) * sizes.block_keys
-    columns = begin + tl.arange(0, sizes.block_keys)
-    exist = columns < sizes.keys
     shared = Axis(batch, sizes.keys, sizes.kv_heads, kv_head)
-    k = load_channels(operands.k, shared, columns, exist, sizes.dim, sizes.dims)
-    v = load_channels(operands.v, shared, columns, exist, sizes.vdim, sizes.vdims)
+    columns, exist, k, v = load_key_tile(operands, shared, begin, sizes)
     sums_k = tl.zeros([sizes.block_keys, sizes.dims], tl.float32)
     sums_v = tl.zeros([sizes.block_keys, sizes.vdims], tl.float32)
     group = sizes.heads // sizes.kv_heads
