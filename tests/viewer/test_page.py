@@ -342,7 +342,7 @@ def test_the_page_in_chinese_says_why_a_head_has_its_class(page: Any):
         page.goto(url.replace("/#", "/?lang=zh#"))
         page.get_by_role("gridcell").first.wait_for()
         page.evaluate("location.hash = '#/head?site=6&head=1'")
-        evidence = page.locator("p.evidence").first
+        evidence = page.locator("p.evidence:visible").first
         evidence.get_by_text("随机水平").wait_for()
         assert "aligns words" not in evidence.inner_text()
 
